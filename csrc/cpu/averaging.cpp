@@ -1,0 +1,92 @@
+// Glue of the averaging family for the CPU key. Schemas: pfl_ext/ops/averaging.py.
+#include <torch/csrc/stable/library.h>
+
+#include "common/planner.h"
+#include "cpu/kernels/averaging.h"
+#include "glue/averaging.h"
+
+namespace pfl::cpu {
+namespace {
+
+using glue::Tensor;
+using TensorList = std::vector<Tensor>;
+
+// What a thread takes at once. Large enough that starting a piece does not show, small enough that LeNet's 62,006
+// weights still feed four threads.
+constexpr int64_t kBundleElements = 16384;
+
+template <typename F>
+void for_each_piece(const std::vector<int64_t>& sizes, const F& f) {
+  const BundlePlan plan = plan_bundles(sizes, kBundleElements);
+  torch::stable::parallel_for(0, plan.bundles(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = plan.bundle_begin[begin]; p < plan.bundle_begin[end]; ++p) f(plan.pieces[p]);
+  });
+}
+
+void average(const char* op, const TensorList& out, const TensorList& server, const TensorList& clients,
+             const Tensor& weights, double lr) {
+  glue::AverageProblem problem(op, out, server, clients, weights, /*on_cpu=*/true);
+  const AveragingKernels& kernels = averaging();
+  for_each_piece(problem.sizes, [&](const Piece& piece) {
+    const int64_t t = piece.tensor;
+    kernels.average(problem.dtypes[t], piece.offset, piece.length, problem.clients, problem.x(t), problem.weights,
+                    problem.server(t), lr, problem.out(t));
+  });
+  problem.finish();
+}
+
+void weighted_average_(const TensorList& out, const TensorList& clients, const Tensor& weights) {
+  average("pfl_ext::weighted_average_", out, {}, clients, weights, 1.0);
+}
+
+TensorList weighted_average(const TensorList& clients, const Tensor& weights) {
+  TensorList out = glue::empty_outputs(clients, weights);
+  average("pfl_ext::weighted_average", out, {}, clients, weights, 1.0);
+  return out;
+}
+
+void server_update_(const TensorList& out, const TensorList& server, const TensorList& clients, const Tensor& weights,
+                    double lr) {
+  glue::check_server("pfl_ext::server_update_", out, server);
+  average("pfl_ext::server_update_", out, server, clients, weights, lr);
+}
+
+void accumulate_(const TensorList& sum, const TensorList& client, double weight) {
+  const std::vector<DType> dtypes = glue::check_accumulate("pfl_ext::accumulate_", sum, client, /*on_cpu=*/true);
+  TensorList contiguous;
+  std::vector<int64_t> sizes;
+  for (const Tensor& x : client) {
+    contiguous.push_back(torch::stable::contiguous(x));
+    sizes.push_back(x.numel());
+  }
+  const AveragingKernels& kernels = averaging();
+  for_each_piece(sizes, [&](const Piece& piece) {
+    const int64_t t = piece.tensor;
+    kernels.accumulate(dtypes[t], piece.offset, piece.length, contiguous[t].const_data_ptr(), weight,
+                       sum[t].mutable_data_ptr());
+  });
+}
+
+Tensor nonfinite(const TensorList& tensors) {
+  const glue::NonfiniteProblem problem(tensors, /*on_cpu=*/true);
+  bool* flags = static_cast<bool*>(problem.found.mutable_data_ptr());
+  const AveragingKernels& kernels = averaging();
+  for_each_piece(problem.sizes, [&](const Piece& piece) {
+    const int64_t t = piece.tensor;
+    if (kernels.any_nonfinite(problem.dtypes[t], piece.offset, piece.length, problem.dense[t].const_data_ptr())) {
+      __atomic_store_n(&flags[t], true, __ATOMIC_RELAXED);  // other threads may say the same of the same tensor
+    }
+  });
+  return problem.found;
+}
+
+}  // namespace
+}  // namespace pfl::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
+  m.impl("weighted_average", TORCH_BOX(&pfl::cpu::weighted_average));
+  m.impl("weighted_average_", TORCH_BOX(&pfl::cpu::weighted_average_));
+  m.impl("server_update_", TORCH_BOX(&pfl::cpu::server_update_));
+  m.impl("accumulate_", TORCH_BOX(&pfl::cpu::accumulate_));
+  m.impl("nonfinite", TORCH_BOX(&pfl::cpu::nonfinite));
+}

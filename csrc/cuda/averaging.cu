@@ -1,0 +1,122 @@
+// Glue of the averaging family for the CUDA key. Schemas: pfl_ext/ops/averaging.py.
+#include "cuda/kernels/averaging.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include "cuda/stream.h"
+#include "glue/averaging.h"
+
+namespace pfl::cuda {
+namespace {
+
+using glue::Tensor;
+using TensorList = std::vector<Tensor>;
+
+// Indices of the tensors of each storage type: a kernel knows one type, so mixed lists take a launch for each.
+std::vector<std::vector<int64_t>> by_dtype(const std::vector<DType>& dtypes) {
+  std::vector<std::vector<int64_t>> groups(4);
+  for (size_t t = 0; t < dtypes.size(); ++t) groups[static_cast<int>(dtypes[t])].push_back(static_cast<int64_t>(t));
+  return groups;
+}
+
+// Visits the storage types that occur: f(TypeTag<T>, indices).
+template <typename F>
+void visit_groups(const std::vector<DType>& dtypes, F f) {
+  const auto groups = by_dtype(dtypes);
+  for (size_t d = 0; d < groups.size(); ++d) {
+    if (!groups[d].empty()) visit_dtype(static_cast<DType>(d), [&](auto tag) { f(tag, groups[d]); });
+  }
+}
+
+void average(const char* op, const TensorList& out, const TensorList& server, const TensorList& clients,
+             const Tensor& weights, double lr) {
+  glue::AverageProblem problem(op, out, server, clients, weights, /*on_cpu=*/false);
+  if (out.empty()) return;
+  const CurrentStream stream(out[0]);
+  TensorList carries;
+  visit_groups(problem.dtypes, [&](auto tag, const std::vector<int64_t>& indices) {
+    using T = typename decltype(tag)::type;
+    AverageRows rows;
+    for (int64_t t : indices) {
+      rows.sizes.push_back(problem.sizes[t]);
+      rows.out.push_back(problem.out(t));
+      if (problem.has_server) rows.server.push_back(problem.server(t));
+      rows.clients.push_back(problem.x(t));
+      if (carry_needed(problem.clients)) {
+        const auto type = sizeof(accumulate_t<T>) == 8 ? glue::ScalarType::Double : glue::ScalarType::Float;
+        carries.push_back(torch::stable::new_empty(out[t], {problem.sizes[t]}, type));
+        rows.carry.push_back(carries.back().mutable_data_ptr());
+      }
+    }
+    if (problem.has_server) {
+      launch_average<T, true>(rows, problem.clients, problem.weights, lr, stream.launcher());
+    } else {
+      launch_average<T, false>(rows, problem.clients, problem.weights, lr, stream.launcher());
+    }
+  });
+  problem.finish();
+}
+
+void weighted_average_(const TensorList& out, const TensorList& clients, const Tensor& weights) {
+  average("pfl_ext::weighted_average_", out, {}, clients, weights, 1.0);
+}
+
+TensorList weighted_average(const TensorList& clients, const Tensor& weights) {
+  TensorList out = glue::empty_outputs(clients, weights);
+  average("pfl_ext::weighted_average", out, {}, clients, weights, 1.0);
+  return out;
+}
+
+void server_update_(const TensorList& out, const TensorList& server, const TensorList& clients, const Tensor& weights,
+                    double lr) {
+  glue::check_server("pfl_ext::server_update_", out, server);
+  average("pfl_ext::server_update_", out, server, clients, weights, lr);
+}
+
+void accumulate_(const TensorList& sum, const TensorList& client, double weight) {
+  const std::vector<DType> dtypes = glue::check_accumulate("pfl_ext::accumulate_", sum, client, /*on_cpu=*/false);
+  if (sum.empty()) return;
+  const CurrentStream stream(sum[0]);
+  TensorList contiguous;
+  for (const Tensor& x : client) contiguous.push_back(torch::stable::contiguous(x));
+  visit_groups(dtypes, [&](auto tag, const std::vector<int64_t>& indices) {
+    std::vector<int64_t> sizes;
+    std::vector<void*> sums;
+    std::vector<const void*> x;
+    for (int64_t t : indices) {
+      sizes.push_back(contiguous[t].numel());
+      sums.push_back(sum[t].mutable_data_ptr());
+      x.push_back(contiguous[t].const_data_ptr());
+    }
+    launch_accumulate<typename decltype(tag)::type>(sizes, sums, x, weight, stream.launcher());
+  });
+}
+
+Tensor nonfinite(const TensorList& tensors) {
+  const glue::NonfiniteProblem problem(tensors, /*on_cpu=*/false);
+  const CurrentStream stream(tensors[0]);
+  bool* found = static_cast<bool*>(problem.found.mutable_data_ptr());
+  visit_groups(problem.dtypes, [&](auto tag, const std::vector<int64_t>& indices) {
+    std::vector<int64_t> sizes;
+    std::vector<const void*> x;
+    std::vector<bool*> flags;
+    for (int64_t t : indices) {
+      sizes.push_back(problem.sizes[t]);
+      x.push_back(problem.dense[t].const_data_ptr());
+      flags.push_back(found + t);
+    }
+    launch_nonfinite<typename decltype(tag)::type>(sizes, x, flags, stream.launcher());
+  });
+  return problem.found;
+}
+
+}  // namespace
+}  // namespace pfl::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CUDA, m) {
+  m.impl("weighted_average", TORCH_BOX(&pfl::cuda::weighted_average));
+  m.impl("weighted_average_", TORCH_BOX(&pfl::cuda::weighted_average_));
+  m.impl("server_update_", TORCH_BOX(&pfl::cuda::server_update_));
+  m.impl("accumulate_", TORCH_BOX(&pfl::cuda::accumulate_));
+  m.impl("nonfinite", TORCH_BOX(&pfl::cuda::nonfinite));
+}

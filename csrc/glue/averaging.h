@@ -1,0 +1,129 @@
+// The arguments of the averaging ops, checked in full before anything is written. Shared by the CPU and CUDA glue.
+#pragma once
+
+#include "glue/tensor_list.h"
+
+namespace pfl::glue {
+
+// out[t] (= server[t] + lr *) sum_c weights[c] * (clients[c * T + t] (- server[t])) over T tensors and C clients.
+struct AverageProblem {
+  AverageProblem(const char* op, const std::vector<Tensor>& out, const std::vector<Tensor>& server,
+                 const std::vector<Tensor>& client_tensors, const Tensor& weight_tensor, bool on_cpu)
+      : has_server(!server.empty()) {
+    if (!weight_tensor.is_cpu() || weight_tensor.scalar_type() != ScalarType::Double || weight_tensor.dim() != 1 ||
+        !weight_tensor.is_contiguous()) {
+      fail(op, ": weights are ", describe(weight_tensor), "; a contiguous float64 vector on the CPU is accepted");
+    }
+    clients = weight_tensor.numel();
+    weights = static_cast<const double*>(weight_tensor.const_data_ptr());
+    const size_t tensors = out.size();
+    if (clients == 0 || client_tensors.size() != clients * tensors) {
+      fail(op, ": ", client_tensors.size(), " client tensors for ", clients, " weights and ", tensors,
+           " outputs; clients * outputs are expected");
+    }
+    if (has_server && server.size() != tensors) {
+      fail(op, ": ", server.size(), " server tensors for ", tensors, " outputs");
+    }
+    dtypes.reserve(tensors);
+    for (size_t t = 0; t < tensors; ++t) {
+      dtypes.push_back(dtype_of(out[t], op, "out", t));
+      if (out[t].is_cpu() != on_cpu || out[t].get_device_index() != out[0].get_device_index()) {
+        fail(op, ": out tensor ", t, " is ", describe(out[t]), ", the call runs on ", on_cpu ? "cpu" : "cuda",
+             "; all tensors of one call must be on one device");
+      }
+      if (has_server && !same_kind(server[t], out[t])) {
+        fail(op, ": server tensor ", t, " is ", describe(server[t]), ", out is ", describe(out[t]));
+      }
+      for (int64_t c = 0; c < clients; ++c) {
+        const Tensor& x = client_tensors[c * tensors + t];
+        if (!same_kind(x, out[t])) {
+          fail(op, ": tensor ", t, " of client ", c, " is ", describe(x), ", out is ", describe(out[t]));
+        }
+      }
+    }
+    // Only now: the copies made for odd layouts must not happen for a call that is refused.
+    rows.reserve(tensors);
+    sizes.reserve(tensors);
+    std::vector<const Tensor*> row;
+    for (size_t t = 0; t < tensors; ++t) {
+      row.assign(1, &out[t]);
+      if (has_server) row.push_back(&server[t]);
+      for (int64_t c = 0; c < clients; ++c) row.push_back(&client_tensors[c * tensors + t]);
+      rows.emplace_back(row);
+      sizes.push_back(rows.back().numel);
+    }
+  }
+
+  void* out(int64_t t) const { return rows[t].pointers[0]; }
+  const void* server(int64_t t) const { return has_server ? rows[t].pointers[1] : nullptr; }
+  const void* const* x(int64_t t) const { return rows[t].pointers.data() + (has_server ? 2 : 1); }
+
+  void finish() {
+    for (Aligned& row : rows) row.finish();
+  }
+
+  bool has_server;
+  int64_t clients;
+  const double* weights;
+  std::vector<DType> dtypes;
+  std::vector<int64_t> sizes;
+  std::vector<Aligned> rows;
+};
+
+// One output for each tensor of the first client. Arguments that do not fit each other are left to AverageProblem.
+inline std::vector<Tensor> empty_outputs(const std::vector<Tensor>& client_tensors, const Tensor& weights) {
+  std::vector<Tensor> out;
+  const size_t clients = weights.dim() == 1 ? static_cast<size_t>(weights.numel()) : 0;
+  const size_t tensors = clients == 0 ? 0 : client_tensors.size() / clients;
+  for (size_t t = 0; t < tensors; ++t) out.push_back(torch::stable::empty_like(client_tensors[t]));
+  return out;
+}
+
+inline void check_server(const char* op, const std::vector<Tensor>& out, const std::vector<Tensor>& server) {
+  if (server.size() != out.size()) fail(op, ": ", server.size(), " server tensors for ", out.size(), " outputs");
+}
+
+// For sum[t] += weight * client[t], with sum[t] contiguous and of client[t]'s accumulate type. Returns client's types.
+inline std::vector<DType> check_accumulate(const char* op, const std::vector<Tensor>& sum,
+                                           const std::vector<Tensor>& client, bool on_cpu) {
+  if (sum.size() != client.size()) fail(op, ": ", client.size(), " client tensors for ", sum.size(), " sums");
+  std::vector<DType> dtypes;
+  for (size_t t = 0; t < sum.size(); ++t) {
+    dtypes.push_back(dtype_of(client[t], op, "client", t));
+    const ScalarType expected = dtypes[t] == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
+    if (sum[t].scalar_type() != expected || !equal(sum[t].sizes(), client[t].sizes()) || !sum[t].is_contiguous() ||
+        sum[t].is_cpu() != on_cpu || client[t].is_cpu() != on_cpu ||
+        sum[t].get_device_index() != client[t].get_device_index()) {
+      fail(op, ": sum ", t, " is ", describe(sum[t]), ", the client's tensor is ", describe(client[t]),
+           "; a contiguous ", name_of(expected), " sum of the same shape and device is expected");
+    }
+  }
+  return dtypes;
+}
+
+// Which of the tensors hold infinity or NaN. The order of elements does not matter, so any dense layout is read in place.
+struct NonfiniteProblem {
+  NonfiniteProblem(const std::vector<Tensor>& tensors, bool on_cpu) : found(no_flags(tensors)) {
+    for (size_t t = 0; t < tensors.size(); ++t) {
+      dtypes.push_back(dtype_of(tensors[t], "pfl_ext::nonfinite", "input", t));
+      if (tensors[t].is_cpu() != on_cpu || tensors[t].get_device_index() != tensors[0].get_device_index()) {
+        fail("pfl_ext::nonfinite: tensor ", t, " is ", describe(tensors[t]), ", tensor 0 is ", describe(tensors[0]));
+      }
+      dense.push_back(is_dense(tensors[t]) ? tensors[t] : torch::stable::contiguous(tensors[t]));
+      sizes.push_back(tensors[t].numel());
+    }
+  }
+
+  static Tensor no_flags(const std::vector<Tensor>& tensors) {
+    if (tensors.empty()) fail("pfl_ext::nonfinite: no tensors given");
+    Tensor flags = torch::stable::new_empty(tensors[0], {static_cast<int64_t>(tensors.size())}, ScalarType::Bool);
+    return torch::stable::zero_(flags);
+  }
+
+  std::vector<DType> dtypes;
+  std::vector<int64_t> sizes;
+  std::vector<Tensor> dense;
+  Tensor found;  // bool, one entry a tensor
+};
+
+}  // namespace pfl::glue

@@ -1,0 +1,140 @@
+"""Loads the compiled libraries, and knows why one is missing.
+
+``_C`` holds the CPU kernels, ``_C_cuda`` the CUDA ones. Neither is needed: an op without a native kernel runs its
+plain-torch default. ``status()`` says what was loaded; one warning is given where something that belongs to this
+installation could not be.
+
+Environment variables, read at import:
+
+* ``PFL_EXT_NATIVE=0``: load no native library, silently. Everything runs on the plain-torch default.
+* ``PFL_EXT_ISA=baseline|avx2|avx512``: use the CPU kernels of that instruction set instead of the machine's best.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["ISAS", "Library", "available_isas", "build_info", "isa", "load", "set_isa", "status"]
+
+ISAS = ("baseline", "avx2", "avx512")
+
+_FOLDER = Path(__file__).parent
+_REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps pfl_ext (or the path of its source tree)"
+
+
+@dataclass
+class Library:
+    """A native library: whether it is in use, and the reason in words if not."""
+
+    name: str
+    loaded: bool = False
+    reason: str = "not loaded yet"
+    handle: ctypes.CDLL | None = field(default=None, repr=False)
+
+
+_cpu = Library("_C")
+_cuda = Library("_C_cuda")
+
+
+def status() -> dict[str, Library]:
+    """Both libraries by the device they serve."""
+    return {"cpu": _cpu, "cuda": _cuda}
+
+
+def build_info() -> dict[str, Any]:
+    """What the libraries were built with; empty where nothing was built."""
+    try:
+        info: dict[str, Any] = json.loads((_FOLDER / "_build.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return info
+
+
+def _open(library: Library) -> None:
+    path = _FOLDER / f"{library.name}.abi3.so"
+    if not path.exists():
+        library.reason = f"{path.name} is not part of this installation"
+        return
+    try:
+        torch.ops.load_library(str(path))
+        library.handle = ctypes.CDLL(str(path))
+    except (OSError, RuntimeError) as error:
+        library.reason = f"{path.name} does not load with torch {torch.__version__}: {error}"
+        return
+    library.loaded, library.reason = True, ""
+
+
+def load() -> None:
+    """Load what there is. Called once, by ``import pfl_ext``, after the ops are declared."""
+    if os.environ.get("PFL_EXT_NATIVE", "1") == "0":
+        _cpu.reason = _cuda.reason = "PFL_EXT_NATIVE=0"
+        return
+    info = build_info()
+    _open(_cpu)
+    if not _cpu.loaded:
+        _cuda.reason = "the CPU library is not in use"
+        warnings.warn(
+            f"pfl_ext runs on its plain-torch default, which is correct but slow: {_cpu.reason}. "
+            f"To build the native library: {_REINSTALL}. To silence this: PFL_EXT_NATIVE=0.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return
+    if wanted := os.environ.get("PFL_EXT_ISA"):
+        set_isa(wanted)
+
+    built = info.get("cuda")
+    if built is None:
+        _cuda.reason = f"not built: {info.get('cuda_reason') or 'no build information'}"
+    elif torch.version.cuda is None:
+        _cuda.reason = f"built for CUDA {built['version']}, and torch {torch.__version__} is a build without CUDA"
+    elif torch.version.cuda.split(".")[0] != built["version"].split(".")[0]:
+        # The stable ABI spans torch releases, not CUDA majors.
+        _cuda.reason = f"built for CUDA {built['version']}, and torch {torch.__version__} has CUDA {torch.version.cuda}"
+        warnings.warn(
+            f"pfl_ext runs its plain-torch default on CUDA devices: {_cuda.reason}. To build it anew: {_REINSTALL}.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    else:
+        _open(_cuda)
+        if not _cuda.loaded:
+            warnings.warn(
+                f"pfl_ext runs its plain-torch default on CUDA devices: {_cuda.reason}. To build it anew: {_REINSTALL}.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def isa() -> str | None:
+    """The instruction set in use, or None without a CPU library."""
+    if _cpu.handle is None:
+        return None
+    _cpu.handle.pfl_ext_isa.restype = ctypes.c_char_p
+    name: bytes = _cpu.handle.pfl_ext_isa()
+    return name.decode()
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this machine has and the library was built for."""
+    handle = _cpu.handle
+    if handle is None:
+        return ()
+    return tuple(name for name in ISAS if handle.pfl_ext_has_isa(name.encode()))
+
+
+def set_isa(name: str) -> None:
+    """Use the CPU kernels of one instruction set from now on, in the whole process."""
+    if _cpu.handle is None:
+        raise RuntimeError(f"no instruction set can be chosen: {_cpu.reason}")
+    if name not in available_isas():
+        raise ValueError(f"instruction set {name!r} is not to be had here; this machine has {', '.join(available_isas())}")
+    _cpu.handle.pfl_ext_set_isa(name.encode())

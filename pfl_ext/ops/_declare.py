@@ -1,0 +1,62 @@
+"""How an op is declared: schema, plain-torch reference, fake kernel and gradient, in one call.
+
+The schema lives here, in Python, and the reference is the op's default kernel on every device. A native library adds
+kernels for its dispatch key, and those win; the autograd formula is the same for both. ``csrc/README.md`` walks through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["OPS", "Op", "declare"]
+
+_library = torch.library.Library("pfl_ext", "DEF")
+
+
+@dataclass(frozen=True)
+class Op:
+    """A declared op. Calling it goes through the dispatcher, so through the best kernel there is."""
+
+    name: str
+    schema: str
+    reference: Callable[..., Any]
+    overload: torch._ops.OpOverload
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the kernel that the dispatcher chooses."""
+        return self.overload(*args)
+
+    def has_kernel(self, key: str) -> bool:
+        """Whether a native kernel serves this dispatch key (``"CPU"`` or ``"CUDA"``)."""
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"pfl_ext::{self.name}", key)
+
+
+OPS: dict[str, Op] = {}
+
+
+def declare(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Op:
+    """Declare ``pfl_ext::<schema>`` and return it.
+
+    ``reference`` computes the op in plain torch and is its default kernel; ``fake`` gives shapes and types to
+    ``torch.compile``; ``backward`` and ``setup_context`` are as in :func:`torch.library.register_autograd`.
+    """
+    name = schema.split("(", 1)[0]
+    qualified = f"pfl_ext::{name}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
+    OPS[name] = Op(name, schema, reference, getattr(torch.ops.pfl_ext, name).default)
+    return OPS[name]

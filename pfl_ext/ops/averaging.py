@@ -1,0 +1,637 @@
+r"""Averaging client models: batch, streaming and delta form.
+
+With clients :math:`x_1 \dots x_C` and weights :math:`w_c` (divided by their sum unless ``normalize=False``):
+
+* :func:`weighted_average`:   :math:`\sum_c w_c x_c`
+* :func:`server_update`:      :math:`s + \eta \sum_c w_c (x_c - s)`
+* :class:`StreamingAverage`:  the first, one client at a time, in the memory of one model.
+
+All values of an element are added in the order of the clients, in float32 (float64 for float64), each product rounded
+before it is added. The result therefore does not depend on the number of threads, on the instruction set, or on how a
+model is cut into tensors: it is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ._declare import declare
+
+__all__ = ["StreamingAverage", "server_update", "weighted_average"]
+
+Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
+Integers: TypeAlias = Literal["round", "server", "first"]
+Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+# ---- the ops -------------------------------------------------------------------------------------------------------
+
+
+def _accumulate_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check(out: Sequence[Tensor], server: Sequence[Tensor], clients: Sequence[Tensor], weights: Tensor) -> None:
+    """What the native kernels check too; ``out`` may be the first client's tensors."""
+    count = weights.numel() if weights.dim() == 1 else 0
+    if weights.device.type != "cpu" or weights.dtype != torch.float64 or weights.dim() != 1:
+        raise ValueError(f"weights are {_describe(weights)}; a float64 vector on the CPU is accepted")
+    if count == 0 or len(clients) != count * len(out):
+        raise ValueError(f"{len(clients)} client tensors for {count} weights and {len(out)} outputs")
+    if server and len(server) != len(out):
+        raise ValueError(f"{len(server)} server tensors for {len(out)} outputs")
+    for t, reference in enumerate(out):
+        if reference.dtype not in _FLOATS:
+            raise ValueError(f"tensor {t} is {_describe(reference)}; floating types are accepted")
+        others = [clients[c * len(out) + t] for c in range(count)] + ([server[t]] if server else [])
+        for x in others:
+            if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
+                raise ValueError(f"tensor {t} is {_describe(x)} in one model and {_describe(reference)} in another")
+
+
+def _average_reference(clients: Sequence[Tensor], weights: Sequence[float], server: Tensor | None, lr: float) -> Tensor:
+    dtype = clients[0].dtype
+    accumulate = _accumulate_type(dtype)
+    total = torch.zeros_like(clients[0], dtype=accumulate)
+    start = None if server is None else server.to(accumulate)
+    for x, weight in zip(clients, weights, strict=True):
+        value = x.to(accumulate)
+        total = total + weight * (value if start is None else value - start)
+    return (total if start is None else start + lr * total).to(dtype)
+
+
+def _weighted_average_reference(clients: list[Tensor], weights: Tensor) -> list[Tensor]:
+    tensors = len(clients) // max(weights.numel(), 1)
+    _check(clients[:tensors], [], clients, weights)
+    return [_average_reference(clients[t::tensors], weights.tolist(), None, 1.0) for t in range(tensors)]
+
+
+def _weighted_average_fake(clients: list[Tensor], weights: Tensor) -> list[Tensor]:
+    tensors = len(clients) // max(weights.numel(), 1)
+    _check(clients[:tensors], [], clients, weights)
+    return [torch.empty_like(x) for x in clients[:tensors]]
+
+
+def _weighted_average_setup(ctx: Any, inputs: tuple[list[Tensor], Tensor], output: list[Tensor]) -> None:
+    clients, weights = inputs
+    ctx.count = len(clients)
+    # The clients are needed for the gradient of the weights only; models are large.
+    ctx.save_for_backward(weights, *(clients if weights.requires_grad else ()))
+
+
+def _weighted_average_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], Tensor | None]:
+    weights, *clients = ctx.saved_tensors
+    tensors = ctx.count // weights.numel()
+    scale = weights.tolist()
+    for_clients: list[Tensor | None] = []
+    for weight in scale:
+        for_clients += [None if g is None else weight * g for g in grads]
+    if not clients:
+        return for_clients, None
+    inner = [
+        sum((g.double() * x.double()).sum().cpu() for g, x in zip(grads, clients[first:], strict=False) if g is not None)
+        for first in range(0, ctx.count, tensors)
+    ]
+    return for_clients, torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in inner])
+
+
+_weighted_average = declare(
+    "weighted_average(Tensor[] clients, Tensor weights) -> Tensor[]",
+    reference=_weighted_average_reference,
+    fake=_weighted_average_fake,
+    setup_context=_weighted_average_setup,
+    backward=_weighted_average_backward,
+)
+
+
+def _weighted_average_out_reference(out: list[Tensor], clients: list[Tensor], weights: Tensor) -> None:
+    _check(out, [], clients, weights)
+    for old, new in zip(out, _weighted_average_reference(clients, weights), strict=True):
+        old.copy_(new)
+
+
+def _weighted_average_out_fake(out: list[Tensor], clients: list[Tensor], weights: Tensor) -> None:
+    _check(out, [], clients, weights)
+
+
+_weighted_average_out = declare(
+    "weighted_average_(Tensor(a!)[] out, Tensor[] clients, Tensor weights) -> ()",
+    reference=_weighted_average_out_reference,
+    fake=_weighted_average_out_fake,
+)
+
+
+def _server_update_reference(
+    out: list[Tensor], server: list[Tensor], clients: list[Tensor], weights: Tensor, lr: float
+) -> None:
+    _server_update_fake(out, server, clients, weights, lr)
+    scale = weights.tolist()
+    updated = [_average_reference(clients[t :: len(out)], scale, s, lr) for t, s in enumerate(server)]
+    for old, new in zip(out, updated, strict=True):
+        old.copy_(new)
+
+
+def _server_update_fake(
+    out: list[Tensor], server: list[Tensor], clients: list[Tensor], weights: Tensor, lr: float
+) -> None:
+    if len(server) != len(out):
+        raise ValueError(f"{len(server)} server tensors for {len(out)} outputs")
+    _check(out, server, clients, weights)
+
+
+_server_update = declare(
+    "server_update_(Tensor(a!)[] out, Tensor[] server, Tensor[] clients, Tensor weights, float lr) -> ()",
+    reference=_server_update_reference,
+    fake=_server_update_fake,
+)
+
+
+def _accumulate_check(sums: list[Tensor], client: list[Tensor], weight: float) -> None:
+    if len(sums) != len(client):
+        raise ValueError(f"{len(client)} client tensors for {len(sums)} sums")
+    for t, (total, x) in enumerate(zip(sums, client, strict=True)):
+        expected = (x.shape, _accumulate_type(x.dtype), x.device)
+        if x.dtype not in _FLOATS or (total.shape, total.dtype, total.device) != expected or not total.is_contiguous():
+            raise ValueError(f"sum {t} is {_describe(total)}, the client's tensor is {_describe(x)}")
+
+
+def _accumulate_reference(sums: list[Tensor], client: list[Tensor], weight: float) -> None:
+    _accumulate_check(sums, client, weight)
+    for total, x in zip(sums, client, strict=True):
+        total += weight * x.to(total.dtype)
+
+
+_accumulate = declare(
+    "accumulate_(Tensor(a!)[] sums, Tensor[] client, float weight) -> ()",
+    reference=_accumulate_reference,
+    fake=_accumulate_check,
+)
+
+
+def _nonfinite_reference(tensors: list[Tensor]) -> Tensor:
+    if not tensors:
+        raise ValueError("no tensors given")
+    return torch.stack([~torch.isfinite(x).all() for x in tensors])
+
+
+def _nonfinite_fake(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((len(tensors),), dtype=torch.bool)
+
+
+_nonfinite = declare(
+    "nonfinite(Tensor[] tensors) -> Tensor",
+    reference=_nonfinite_reference,
+    fake=_nonfinite_fake,
+)
+
+
+# ---- what users call -----------------------------------------------------------------------------------------------
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+
+def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, accepted))}")
+
+
+@dataclass
+class _Model:
+    """A model in any accepted form, as names and tensors."""
+
+    names: list[str]
+    tensors: list[Tensor]
+    named: bool
+
+    @staticmethod
+    def of(model: Any, what: str) -> _Model:
+        if isinstance(model, nn.Module):
+            model = model.state_dict()
+        if isinstance(model, Mapping):
+            names, tensors, named = list(model.keys()), list(model.values()), True
+        elif isinstance(model, Tensor):
+            names, tensors, named = ["row"], [model], False
+        elif isinstance(model, Iterable):
+            tensors = list(model)
+            names, named = [str(t) for t in range(len(tensors))], False
+        else:
+            raise TypeError(
+                f"{what} is a {type(model).__name__}; a module, a state dict or a list of tensors is accepted"
+            )
+        for name, x in zip(names, tensors, strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
+        return _Model(names, tensors, named)
+
+    def like(self, other: _Model, what: str) -> _Model:
+        """Its tensors in the order of ``other``, whose names it must have."""
+        if self.names == other.names:
+            return self
+        if self.named != other.named or set(self.names) != set(other.names):
+            missing = [n for n in other.names if n not in set(self.names)]
+            extra = [n for n in self.names if n not in set(other.names)]
+            raise ValueError(
+                f"{what} does not have the tensors of client 0: missing {missing or 'none'}, unexpected {extra or 'none'}"
+            )
+        by_name = dict(zip(self.names, self.tensors, strict=True))
+        return _Model(other.names, [by_name[n] for n in other.names], self.named)
+
+
+def _gather(clients: Any) -> tuple[list[_Model], Callable[[list[Tensor]], Any]]:
+    """The clients, and how a result is given back in their form."""
+    if isinstance(clients, Tensor):
+        if clients.dim() != 2 or clients.shape[0] == 0:
+            raise ValueError(
+                f"clients is {_describe(clients)}; a matrix with a row for each client is accepted, "
+                "or a sequence of modules, state dicts or lists of tensors"
+            )
+        return [_Model(["row"], [row], False) for row in clients.unbind(0)], lambda tensors: tensors[0]
+    if isinstance(clients, (nn.Module, Mapping)):
+        raise TypeError(f"clients is a single {type(clients).__name__}; a sequence of models is accepted")
+    models = [_Model.of(client, f"client {c}") for c, client in enumerate(clients)]
+    if not models:
+        raise ValueError("no clients given; at least one is needed")
+    first = models[0]
+    models = [first, *(m.like(first, f"client {c}") for c, m in enumerate(models[1:], 1))]
+    names = first.names
+    if first.named:
+        return models, lambda tensors: dict(zip(names, tensors, strict=True))
+    return models, lambda tensors: tensors
+
+
+def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool) -> Tensor:
+    """The weights as the ops take them: float64 on the CPU."""
+    if weights is None:
+        vector = torch.ones(count, dtype=torch.float64)
+    elif isinstance(weights, Tensor):
+        vector = weights.to("cpu", torch.float64)
+    else:
+        vector = torch.tensor([float(w) for w in weights], dtype=torch.float64)
+    if vector.shape != (count,):
+        raise ValueError(f"weights of shape {list(vector.shape)} for {count} clients; one weight a client is expected")
+    values = vector.tolist() if weights is not None else [1.0] * count
+    for c, value in enumerate(values):
+        if not math.isfinite(value) or (normalize and value < 0):
+            kind = "not negative" if math.isfinite(value) else "finite"
+            raise ValueError(f"the weight of client {c} is {value}; it must be {kind}")
+    if not normalize:
+        return vector
+    if sum(values) <= 0:
+        raise ValueError(f"the weights of all {count} clients add up to {sum(values)}; a positive sum is needed")
+    return vector / vector.sum()
+
+
+def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
+    """Raise an error that names model and tensor, if two do not fit. Only called when an op has refused its arguments."""
+    first = models[0]
+    for t, reference in enumerate(first.tensors):
+        for what, model in [(f"client {c}", m) for c, m in enumerate(models)] + targets:
+            if len(model.tensors) != len(first.tensors):
+                raise ValueError(f"{what} has {len(model.tensors)} tensors, client 0 has {len(first.tensors)}") from None
+            x = model.tensors[t]
+            if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
+                raise ValueError(
+                    f"tensor {first.names[t]!r} of {what} is {_describe(x)}, of client 0 {_describe(reference)}"
+                ) from None
+
+
+def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize: bool) -> tuple[list[_Model], Tensor]:
+    """Apply the policy on infinities and NaNs in the clients."""
+    if policy == "propagate":
+        return models, weights
+    floating = [t for t, x in enumerate(models[0].tensors) if x.is_floating_point()]
+    if not floating:
+        return models, weights
+    flags = _nonfinite([m.tensors[t] for m in models for t in floating]).view(len(models), -1)
+    bad = flags.nonzero().tolist()
+    if not bad:
+        return models, weights
+    if policy == "raise":
+        client, tensor = bad[0]
+        raise ValueError(
+            f"tensor {models[client].names[floating[tensor]]!r} of client {client} holds infinity or NaN "
+            f"({len({c for c, _ in bad})} of {len(models)} clients do); nonfinite='skip' leaves such clients out"
+        )
+    skipped = {c for c, _ in bad}
+    kept = [c for c in range(len(models)) if c not in skipped]
+    remaining = weights[kept]
+    if not kept or (normalize and float(remaining.sum()) <= 0):
+        raise ValueError(f"all {len(models)} clients with a positive weight hold infinity or NaN; nothing is left to average")
+    # The clients that stay share the weight of those that do not.
+    return [models[c] for c in kept], remaining * (weights.sum() / remaining.sum())
+
+
+def _check_target(target: _Model, what: str) -> list[int]:
+    """The tensors of ``target`` to write: all but those that are another name of an earlier one (tied weights)."""
+    if torch.compiler.is_compiling():  # no addresses there
+        return list(range(len(target.tensors)))
+    spans: list[tuple[int, int, int]] = []
+    seen: dict[tuple[Any, ...], int] = {}
+    for t, x in enumerate(target.tensors):
+        if x.numel() == 0:
+            continue
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError(f"tensor {target.names[t]!r} of {what} is expanded: several elements share one place in memory")
+        key = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride())
+        if seen.setdefault(key, t) == t:
+            extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+            spans.append((x.data_ptr(), x.data_ptr() + extent * x.element_size(), t))
+    spans.sort()
+    for (_, end, a), (begin, _, b) in zip(spans, spans[1:], strict=False):
+        if begin < end and target.tensors[a].device == target.tensors[b].device:
+            raise ValueError(f"tensors {target.names[a]!r} and {target.names[b]!r} of {what} overlap in memory")
+    unique = set(seen.values())
+    return [t for t, x in enumerate(target.tensors) if t in unique or x.numel() == 0]
+
+
+def _round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest value that the integer or bool ``dtype`` can hold; halves go to the even one."""
+    rounded = value.round()
+    if dtype == torch.bool:
+        return rounded > 0
+    limits = torch.iinfo(dtype)
+    return rounded.clamp(limits.min, limits.max).to(dtype)
+
+
+def _integer_average(
+    clients: Sequence[Tensor], weights: Sequence[float], server: Tensor | None, lr: float, policy: Integers
+) -> Tensor:
+    """Buffers such as BatchNorm's ``num_batches_tracked``. A handful of elements, so plain torch."""
+    first = clients[0]
+    if policy == "first":
+        return first.clone()
+    total = torch.zeros_like(first, dtype=torch.float64)
+    start = None if server is None else server.double()
+    for x, weight in zip(clients, weights, strict=True):
+        total += weight * (x.double() if start is None else x.double() - start)
+    return _round_to(total if start is None else start + lr * total, first.dtype)
+
+
+def _combine(
+    clients: Any,
+    weights: Sequence[float] | Tensor | None,
+    server: Any,
+    lr: float,
+    normalize: bool,
+    out: Any,
+    integers: Integers,
+    nonfinite: Nonfinite,
+) -> Any:
+    """Both public functions: everything is checked first, then written."""
+    _one_of("integers", integers, ("round", "server", "first"))
+    _one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
+    models, restore = _gather(clients)
+    vector = _weigh(weights, len(models), normalize)
+    first = models[0]
+    start = None if server is None else _Model.of(server, "server").like(first, "server")
+    target = None if out is None else _Model.of(out, "out").like(first, "out")
+    writable = list(range(len(first.tensors))) if target is None else _check_target(target, "out")
+    floating = [t for t in writable if first.tensors[t].is_floating_point()]
+    integral = [t for t in writable if not first.tensors[t].is_floating_point()]
+    targets = [(what, m) for what, m in (("server", start), ("out", target)) if m is not None]
+    for t in integral:
+        if first.tensors[t].is_complex():
+            raise TypeError(f"tensor {first.names[t]!r} is {_describe(first.tensors[t])}; floating and integer types are accepted")
+    if integral:
+        _explain(models, targets)
+        if integers == "server" and target is None and start is None:
+            raise ValueError(
+                f"integers='server' keeps the server's {first.names[integral[0]]!r}: give the server's model as out="
+            )
+    if any(len(m.tensors) != len(first.tensors) for m in models):
+        _explain(models, targets)
+    models, vector = _screen(models, vector, nonfinite, normalize)
+
+    flat = [m.tensors[t] for m in models for t in floating]
+    results: dict[int, Tensor] = {}
+    try:
+        if target is None and start is None:
+            results = dict(zip(floating, _weighted_average(flat, vector), strict=True))
+        else:
+            with torch.no_grad():
+                begin = [] if start is None else [start.tensors[t] for t in floating]
+                new = [torch.empty_like(x) for x in begin] if target is None else [target.tensors[t] for t in floating]
+                if start is None:
+                    _weighted_average_out(new, flat, vector)
+                else:
+                    _server_update(new, begin, flat, vector, lr)
+                if target is not None:
+                    torch.autograd.graph.increment_version(new)
+            results = dict(zip(floating, new, strict=True))
+    except (RuntimeError, ValueError):
+        _explain(models, targets)
+        raise
+
+    scale = vector.tolist() if integral else []
+    for t in integral:
+        old = start.tensors[t] if start is not None else target.tensors[t] if target is not None else None
+        if integers == "server":
+            assert old is not None
+            new_value = old.clone()
+        else:
+            begin_value = None if start is None else start.tensors[t]
+            new_value = _integer_average([m.tensors[t] for m in models], scale, begin_value, lr, integers)
+        results[t] = new_value if target is None else target.tensors[t].copy_(new_value)
+    if target is not None:
+        return out
+    return restore([results[t] for t in range(len(first.tensors))])
+
+
+def weighted_average(
+    clients: Sequence[Model] | Tensor,
+    weights: Sequence[float] | Tensor | None = None,
+    *,
+    normalize: bool = True,
+    out: Model | Tensor | None = None,
+    integers: Integers = "round",
+    nonfinite: Nonfinite = "propagate",
+) -> Any:
+    r"""The weighted average :math:`\sum_c w_c x_c` of client models, as FedAvg's server takes it.
+
+    Args:
+        clients: one model a client, all in the same form: modules (parameters and buffers), state dicts, lists of
+            tensors; or one matrix with a row for each client. Tensors may differ in type within a model, be empty,
+            non-contiguous or views.
+        weights: one number a client, such as its number of samples; by default all equal.
+        normalize: divide the weights by their sum. Otherwise they are used as they are, and may be negative.
+        out: a model whose tensors are overwritten with the result (and that is returned). It may be one of the
+            clients. Tied weights are written once.
+        integers: what becomes of integer and bool tensors such as ``num_batches_tracked``: ``"round"`` averages in
+            float64 and rounds to the nearest (halves to even), ``"first"`` takes the first client's, ``"server"``
+            leaves those of ``out`` as they are.
+        nonfinite: what becomes of a client that holds infinity or NaN: ``"propagate"`` computes with it, ``"raise"``
+            raises an error that names client and tensor, ``"skip"`` leaves the client out and gives its weight to the
+            others. The last two read the models once more, and wait for a GPU's answer.
+
+    Returns:
+        ``out`` if given; otherwise new tensors: a dict for modules and state dicts, a list for lists, a vector for a
+        matrix. Without ``out`` it is differentiable in the clients and in ``weights``, as long as these are tensors
+        that require gradients.
+
+    Raises:
+        ValueError, TypeError: tensors that do not fit each other (client and tensor are named), no clients, weights
+            that are not finite, negative or without a positive sum. Nothing has been written then.
+
+    >>> weighted_average([[torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 6.0])]], weights=[3, 1])
+    [tensor([1.5000, 3.0000])]
+    """
+    return _combine(clients, weights, None, 1.0, normalize, out, integers, nonfinite)
+
+
+def server_update(
+    server: Model | Tensor,
+    clients: Sequence[Model] | Tensor,
+    weights: Sequence[float] | Tensor | None = None,
+    *,
+    lr: float = 1.0,
+    normalize: bool = True,
+    out: Model | Tensor | None = None,
+    integers: Integers = "round",
+    nonfinite: Nonfinite = "propagate",
+) -> Any:
+    r"""The delta form :math:`s + \eta \sum_c w_c (x_c - s)`: a server step of length ``lr`` towards its clients.
+
+    With ``lr=1`` and normalised weights it is the average; a client that did not move changes nothing, to the bit.
+    ``out=server`` updates in place. Not differentiable. Everything else is as in :func:`weighted_average`;
+    ``integers="server"`` keeps the server's.
+    """
+    if server is None:
+        raise TypeError("server is None; a model like the clients' is accepted")
+    if not math.isfinite(lr):
+        raise ValueError(f"lr is {lr}; a finite number is accepted")
+    return _combine(clients, weights, server, lr, normalize, out, integers, nonfinite)
+
+
+class StreamingAverage:
+    r"""The weighted average of clients that arrive one by one, in the memory of one model.
+
+    Keeps :math:`\sum_c w_c x_c` in the accumulate type (float32, or float64 for float64 and integers) and divides by
+    :math:`W = \sum_c w_c` at the end. It differs from :func:`weighted_average` of the same C clients by at most
+
+    .. math:: 2 (C + 4)\, u \sum_c |w_c x_c| / W
+
+    an element, with u = 2**-24 (float32 and half types) or 2**-53, plus one rounding to the half type where that is the
+    type of the model.
+
+    >>> average = StreamingAverage()
+    >>> for samples, value in [(3, 1.0), (1, 5.0)]:
+    ...     _ = average.add([torch.tensor([value])], weight=samples)
+    >>> average.result()
+    [tensor([2.])]
+    """
+
+    def __init__(
+        self, *, normalize: bool = True, integers: Integers = "round", nonfinite: Nonfinite = "propagate"
+    ) -> None:
+        """Options as in :func:`weighted_average`."""
+        _one_of("integers", integers, ("round", "server", "first"))
+        _one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
+        self.normalize = normalize
+        self.integers = integers
+        self.nonfinite = nonfinite
+        self.clients = 0
+        """Clients added so far, without those skipped."""
+        self.skipped = 0
+        """Clients left out because of infinity or NaN."""
+        self._weight = 0.0
+        self._skipped_weight = 0.0
+        self._first: _Model | None = None
+        self._restore: Callable[[list[Tensor]], Any] = list
+        self._sums: list[Tensor] = []
+
+    def add(self, client: Model | Tensor, weight: float = 1.0) -> bool:
+        """Add one client; False if it was skipped. An error leaves the average as it was."""
+        weight = float(weight)
+        if not math.isfinite(weight) or (self.normalize and weight < 0):
+            kind = "not negative" if math.isfinite(weight) else "finite"
+            raise ValueError(f"the weight of client {self.clients + self.skipped} is {weight}; it must be {kind}")
+        what = f"client {self.clients + self.skipped}"
+        model = _Model.of(client, what)
+        if self._first is not None:
+            model = model.like(self._first, what)
+            _explain([self._first, model], [])
+        else:
+            for name, x in zip(model.names, model.tensors, strict=True):
+                if x.is_complex() or (x.is_floating_point() and x.dtype not in _FLOATS):
+                    raise TypeError(f"tensor {name!r} is {_describe(x)}; floating and integer types are accepted")
+        if self.nonfinite != "propagate":
+            floats = [x for x in model.tensors if x.is_floating_point()]
+            bad = _nonfinite(floats).nonzero().flatten().tolist() if floats else []
+            if bad and self.nonfinite == "raise":
+                names = [n for n, x in zip(model.names, model.tensors, strict=True) if x.is_floating_point()]
+                raise ValueError(f"tensor {names[bad[0]]!r} of {what} holds infinity or NaN; nonfinite='skip' leaves it out")
+            if bad:
+                self.skipped += 1
+                self._skipped_weight += weight
+                return False
+        with torch.no_grad():
+            if self._first is None:
+                if model.named:
+                    names = model.names
+                    self._restore = lambda tensors: dict(zip(names, tensors, strict=True))
+                elif isinstance(client, Tensor):
+                    self._restore = lambda tensors: tensors[0]
+                self._sums = [self._empty_sum(x) for x in model.tensors]
+                # Shapes and types are kept for the checks; values only where integers="first" needs them.
+                kept = [
+                    x.clone() if self.integers == "first" and not x.is_floating_point() else x.new_empty(()).expand(x.shape)
+                    for x in model.tensors
+                ]
+                self._first = _Model(model.names, kept, model.named)
+            floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
+            _accumulate([self._sums[t] for t in floating], [model.tensors[t] for t in floating], weight)
+            for t, x in enumerate(model.tensors):
+                if not x.is_floating_point():
+                    self._sums[t] += weight * x.double()
+        self.clients += 1
+        self._weight += weight
+        return True
+
+    @staticmethod
+    def _empty_sum(x: Tensor) -> Tensor:
+        dtype = _accumulate_type(x.dtype) if x.is_floating_point() else torch.float64
+        return torch.zeros(x.shape, dtype=dtype, device=x.device)
+
+    def result(self, out: Model | Tensor | None = None) -> Any:
+        """The average so far, in the form of the first client or written into ``out``. More clients may follow."""
+        if self._first is None:
+            raise ValueError(f"no clients were added ({self.skipped} were skipped for infinity or NaN)")
+        if (self.normalize or self.skipped) and self._weight == 0:
+            raise ValueError(f"the weights of all {self.clients} clients add up to 0; a positive sum is needed")
+        first = self._first
+        target = None if out is None else _Model.of(out, "out").like(first, "out")
+        if target is not None:
+            _explain([first], [("out", target)])
+        writable = range(len(first.tensors)) if target is None else _check_target(target, "out")
+        if self.integers == "server" and target is None and any(not x.is_floating_point() for x in first.tensors):
+            raise ValueError("integers='server' keeps the server's integer tensors: give the server's model as out=")
+        divisor = self._weight if self.normalize else self._weight / (self._weight + self._skipped_weight or 1.0)
+        if not self.normalize and not self.skipped:
+            divisor = 1.0
+        values: list[Tensor] = []
+        with torch.no_grad():
+            for t, x in enumerate(first.tensors):
+                if x.is_floating_point():
+                    values.append((self._sums[t] / divisor).to(x.dtype))
+                elif self.integers == "first":
+                    values.append(x.clone())
+                elif self.integers == "server":
+                    values.append(x)  # not written below
+                else:
+                    values.append(_round_to(self._sums[t] / divisor, x.dtype))
+            if target is None:
+                return self._restore(values)
+            for t in writable:
+                if first.tensors[t].is_floating_point() or self.integers != "server":
+                    target.tensors[t].copy_(values[t])
+        return out

@@ -1,0 +1,285 @@
+"""Builds the native libraries: ``pfl_ext/_C`` (CPU) and, where torch has CUDA and an nvcc fits it, ``pfl_ext/_C_cuda``.
+
+What is set here by environment variables:
+
+=======================  =======================================================================================
+PFL_EXT_CUDA             ``auto`` (default) builds the CUDA library where it can and says why where it cannot;
+                         ``1`` fails where it cannot; ``0`` never builds it
+PFL_EXT_NATIVE           ``0`` installs without any native library: everything runs on the plain-torch default
+TORCH_CUDA_ARCH_LIST     CUDA architectures, as for every torch extension; default ``DEFAULT_CUDA_ARCHS`` below
+MAX_JOBS                 compilers at once; default: as many as cores and memory allow
+CXX, CUDA_HOME           the C++ compiler; the CUDA toolkit
+=======================  =======================================================================================
+
+torch's own extension helper is not used: it gives all sources of a library the same flags (ours differ by instruction
+set), takes the folder above a wrapper script ``nvcc`` for the toolkit, and fails with an IndexError on a machine that has
+no GPU and no architecture list.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+
+DEFAULT_CUDA_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+# Kernel arguments of 32 KB, on which the list kernels rely, came with CUDA 12.1.
+OLDEST_CUDA = (12, 1)
+# Peak memory of one compiler on our largest file, measured with /usr/bin/time: nvcc 0.9 GB, g++ 0.4 GB; with room.
+GIB_PER_JOB = 1.5
+# The oldest torch whose stable ABI the library uses: 2.10 (one byte each for major and minor).
+TORCH_TARGET = "0x020a000000000000"
+
+COMMON_FLAGS = ["-std=c++20", "-O3", f"-I{CSRC}"]
+# -ffp-contract=off and nvcc's -fmad=false: a product is rounded before it is added, on every instruction set and on
+# the GPU, so that element-wise ops give the same bits everywhere. They are bound by memory: it costs nothing.
+CXX_FLAGS = [*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+NVCC_FLAGS = [*COMMON_FLAGS, "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+STABLE_ABI_FLAGS = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+
+if platform.machine() in ("x86_64", "AMD64"):
+    ISA_FLAGS = {
+        "baseline": [],
+        "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+        "avx512": [
+            *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd"),
+            *("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mprefer-vector-width=512"),
+        ],
+    }
+else:
+    ISA_FLAGS = {"baseline": []}
+
+
+def environment_choice(name: str, choices: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(name, default)
+    if value not in choices:
+        raise SystemExit(f"{name}={value!r} is not accepted; use one of {', '.join(choices)}")
+    return value
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+
+
+def find_nvcc() -> str | None:
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
+        if home and (Path(home) / "bin" / "nvcc").is_file():
+            return str(Path(home) / "bin" / "nvcc")
+    if on_path := shutil.which("nvcc"):
+        return on_path
+    usual = Path("/usr/local/cuda/bin/nvcc")
+    return str(usual) if usual.is_file() else None
+
+
+class CudaToolkit:
+    """An nvcc and the toolkit it belongs to, asked of nvcc itself: the one on PATH may be a script that calls another."""
+
+    def __init__(self, nvcc: str) -> None:
+        self.nvcc = nvcc
+        release = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version"))
+        if release is None:
+            raise RuntimeError(f"{nvcc} --version names no release")
+        self.version = (int(release[1]), int(release[2]))
+        top = re.search(r"^#\$ TOP=(.+)$", output_of(nvcc, "--dryrun", "-x", "cu", os.devnull), re.MULTILINE)
+        if top is None:
+            raise RuntimeError(f"{nvcc} --dryrun names no toolkit folder")
+        self.root = Path(top[1].strip()).resolve()
+        folders = [self.root / "lib64", self.root / "lib", *self.root.glob("targets/*/lib")]
+        self.libraries = next((f for f in folders if (f / "libcudart.so").exists()), None)
+
+    @property
+    def architectures(self) -> set[str]:
+        listed = output_of(self.nvcc, "--list-gpu-arch")
+        return {f"{int(number) // 10}.{int(number) % 10}" for number in re.findall(r"compute_(\d+)\b", listed)}
+
+
+def decide_cuda(torch_cuda: str | None) -> tuple[CudaToolkit | None, str]:
+    """The toolkit to build ``_C_cuda`` with, or None, and the reason in words."""
+    choice = environment_choice("PFL_EXT_CUDA", ("auto", "1", "0"), "auto")
+    if choice == "0":
+        return None, "PFL_EXT_CUDA=0"
+    toolkit, reason = None, ""
+    nvcc = find_nvcc()
+    if torch_cuda is None:
+        reason = "this torch is a build without CUDA"
+    elif nvcc is None:
+        reason = f"torch has CUDA {torch_cuda}, but no nvcc is in CUDA_HOME, on PATH or in /usr/local/cuda"
+    else:
+        try:
+            found = CudaToolkit(nvcc)
+        except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
+            reason = f"{nvcc} cannot be used: {error}"
+        else:
+            version = ".".join(map(str, found.version))
+            if found.version[0] != int(torch_cuda.split(".")[0]):
+                reason = f"nvcc is of CUDA {version}, torch of CUDA {torch_cuda}: the major versions must agree"
+            elif found.version < OLDEST_CUDA:
+                reason = f"nvcc is of CUDA {version}; {'.'.join(map(str, OLDEST_CUDA))} or later is needed"
+            elif found.libraries is None:
+                reason = f"the toolkit in {found.root} has no libcudart.so"
+            else:
+                toolkit, reason = found, f"torch has CUDA {torch_cuda}, nvcc is of CUDA {version}"
+    if choice == "1" and toolkit is None:
+        raise SystemExit(f"PFL_EXT_CUDA=1, but the CUDA library cannot be built: {reason}")
+    return toolkit, reason
+
+
+def gencode_flags(toolkit: CudaToolkit) -> tuple[list[str], str]:
+    """nvcc's flags for the architecture list, and that list as used."""
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    flags, used = [], []
+    for entry in re.split(r"[;\s]+", (given or DEFAULT_CUDA_ARCHS).strip()):
+        match = re.fullmatch(r"(\d+\.\d)([af]?)(\+PTX)?", entry)
+        if match is None:
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST={given!r}: {entry!r} is not of the form 8.0, 9.0a or 12.0+PTX")
+        if match[1] not in toolkit.architectures:
+            if given:
+                raise SystemExit(f"TORCH_CUDA_ARCH_LIST={given!r}: {toolkit.nvcc} does not know {entry}")
+            continue  # a default that this toolkit has not yet, or no longer
+        number = match[1].replace(".", "") + match[2]
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match[3]:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+        used.append(entry)
+    return flags, ";".join(used)
+
+
+def job_count() -> int:
+    if given := os.environ.get("MAX_JOBS"):
+        return max(1, int(given))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) / 2**20
+    except (OSError, TypeError):
+        available = 4.0
+    return max(1, min(cores, int(available / GIB_PER_JOB)))
+
+
+class NinjaFile:
+    """A build.ninja, statement by statement."""
+
+    def __init__(self) -> None:
+        self.lines = ["ninja_required_version = 1.5"]
+
+    def rule(self, name: str, command: str, depfile: bool = True) -> None:
+        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
+        if depfile:
+            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+
+    def build(self, out: Path, rule: str, inputs: list[Path], flags: list[str] | None = None) -> Path:
+        self.lines.append(f"build {self.path(out)}: {rule} {' '.join(map(self.path, inputs))}")
+        if flags:
+            self.lines.append(f"  flags = {shlex.join(flags).replace('$', '$$')}")
+        return out
+
+    @staticmethod
+    def path(path: Path) -> str:
+        return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    def run(self, folder: Path) -> None:
+        import ninja
+
+        (folder / "build.ninja").write_text("\n".join(self.lines) + "\n")
+        command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(folder), "-j", str(job_count())]
+        if subprocess.run(command).returncode != 0:
+            raise SystemExit(
+                f"compiling pfl_ext failed; the commands are in {folder / 'build.ninja'}.\n"
+                "A C++20 compiler is needed (set CXX to choose one). PFL_EXT_CUDA=0 leaves the CUDA library out, "
+                "PFL_EXT_NATIVE=0 installs without native code."
+            )
+
+
+class BuildNative(build_ext):
+    """Compiles both libraries with one ninja run."""
+
+    def build_extensions(self) -> None:
+        import torch
+
+        torch_root = Path(torch.__file__).parent
+        folder = Path(self.build_temp).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        cxx = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+        if cxx is None:
+            raise SystemExit("no C++ compiler found: install g++ or clang++, or set CXX. PFL_EXT_NATIVE=0 does without.")
+
+        file = NinjaFile()
+        file.rule("cxx", f"{cxx} -MMD -MF $out.d {shlex.join(CXX_FLAGS)} $flags -c $in -o $out")
+        file.rule("link", f"{cxx} -shared $in -o $out $flags", depfile=False)
+        stable = [*STABLE_ABI_FLAGS, "-isystem", str(torch_root / "include")]
+        libtorch = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
+
+        outputs = {ext.name.rsplit(".", 1)[-1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions}
+        objects = [
+            file.build(folder / "cpu" / f"{source.stem}.o", "cxx", [source], stable)
+            for source in sorted((CSRC / "cpu").glob("*.cpp"))
+        ]
+        for source in sorted((CSRC / "cpu" / "kernels").glob("*.cpp")):
+            for isa, flags in ISA_FLAGS.items():
+                out = folder / "cpu" / "kernels" / f"{source.stem}.{isa}.o"
+                objects.append(file.build(out, "cxx", [source], [*flags, f"-DPFL_ISA={isa}"]))
+        file.build(outputs["_C"], "link", objects, libtorch)
+
+        info = {
+            "built": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "torch": torch.__version__,
+            "torch_target": "2.10",
+            "cxx": output_of(cxx, "--version").splitlines()[0],
+            "cxx_flags": shlex.join(CXX_FLAGS).replace(str(CSRC), "csrc"),
+            "isa_flags": {isa: shlex.join(flags) for isa, flags in ISA_FLAGS.items()},
+            "cuda": None,
+            "cuda_reason": "",
+        }
+        toolkit, info["cuda_reason"] = decide_cuda(torch.version.cuda)
+        if toolkit is not None:
+            archs, used = gencode_flags(toolkit)
+            extra = shlex.split(os.environ.get("PFL_EXT_NVCC_FLAGS", ""))
+            # nvcc writes the dependencies of the host pass in gcc's form.
+            nvcc = shlex.join([toolkit.nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *archs, *extra])
+            file.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out")
+            cuda_objects = [
+                file.build(folder / "cuda" / f"{source.stem}.o", "nvcc", [source], [*stable, "-DUSE_CUDA"])
+                for source in sorted((CSRC / "cuda").glob("*.cu"))
+            ]
+            libcuda = [*libtorch, "-ltorch_cuda", f"-L{toolkit.libraries}", "-lcudart"]
+            file.build(outputs["_C_cuda"], "link", cuda_objects, libcuda)
+            info["cuda"] = {
+                "version": ".".join(map(str, toolkit.version)),
+                "architectures": used,
+                "nvcc_flags": shlex.join([*NVCC_FLAGS, *extra]).replace(str(CSRC), "csrc"),
+            }
+            print(f"pfl_ext: building _C and _C_cuda for {used}: {info['cuda_reason']}")
+        else:
+            self.extensions = [ext for ext in self.extensions if not ext.name.endswith("_C_cuda")]
+            print(f"pfl_ext: building _C without _C_cuda: {info['cuda_reason']}")
+
+        for out in outputs.values():
+            out.parent.mkdir(parents=True, exist_ok=True)
+        file.run(folder)
+        self.build_info = outputs["_C"].parent / "_build.json"
+        self.build_info.write_text(json.dumps(info, indent=1) + "\n")
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        shutil.copy2(self.build_info, ROOT / "pfl_ext" / "_build.json")
+
+
+native = environment_choice("PFL_EXT_NATIVE", ("1", "0"), "1") == "1"
+names = ["pfl_ext._C", "pfl_ext._C_cuda"] if native else []
+setup(
+    ext_modules=[Extension(name, sources=[], py_limited_api=True) for name in names],
+    cmdclass={"build_ext": BuildNative},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if native else {},
+)
