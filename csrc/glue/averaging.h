@@ -31,17 +31,21 @@ struct AverageProblem {
         fail(op, ": out tensor ", t, " is ", describe(out[t]), ", the call runs on ", on_cpu ? "cpu" : "cuda",
              "; all tensors of one call must be on one device");
       }
-      if (has_server && !same_kind(server[t], out[t])) {
+      const Kind kind(out[t]);
+      if (has_server && Kind(server[t]) != kind) {
         fail(op, ": server tensor ", t, " is ", describe(server[t]), ", out is ", describe(out[t]));
       }
       for (int64_t c = 0; c < clients; ++c) {
         const Tensor& x = client_tensors[c * tensors + t];
-        if (!same_kind(x, out[t])) {
+        if (Kind(x) != kind) {
           fail(op, ": tensor ", t, " of client ", c, " is ", describe(x), ", out is ", describe(out[t]));
         }
       }
     }
     // Only now: the copies made for odd layouts must not happen for a call that is refused.
+    Overlaps overlaps(out);
+    for (size_t t = 0; t < server.size(); ++t) overlaps.add_input(server[t], t);
+    for (size_t i = 0; i < client_tensors.size(); ++i) overlaps.add_input(client_tensors[i], i % tensors);
     rows.reserve(tensors);
     sizes.reserve(tensors);
     std::vector<const Tensor*> row;
@@ -49,7 +53,7 @@ struct AverageProblem {
       row.assign(1, &out[t]);
       if (has_server) row.push_back(&server[t]);
       for (int64_t c = 0; c < clients; ++c) row.push_back(&client_tensors[c * tensors + t]);
-      rows.emplace_back(row);
+      rows.emplace_back(row, overlaps[t]);
       sizes.push_back(rows.back().numel);
     }
   }

@@ -93,33 +93,95 @@ inline bool is_dense(const Tensor& t) {
   return true;
 }
 
-inline bool same_kind(const Tensor& a, const Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.is_cpu() == b.is_cpu() &&
-         a.get_device_index() == b.get_device_index() && equal(a.sizes(), b.sizes());
-}
+// What the checks compare, read once a tensor: lists hold thousands, and each question crosses the ABI.
+struct Kind {
+  explicit Kind(const Tensor& t) : sizes(t.sizes()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
+  }
+  bool operator==(const Kind& other) const {
+    return dtype == other.dtype && device_type == other.device_type && device_index == other.device_index &&
+           equal(sizes, other.sizes);
+  }
+
+  int32_t dtype = 0;
+  int32_t device_type = 0;
+  int32_t device_index = 0;
+  torch::headeronly::IntHeaderOnlyArrayRef sizes;
+};
+
+// The bytes between a tensor's first and last element.
+struct Span {
+  explicit Span(const Tensor& t, size_t index = 0) : begin(static_cast<const char*>(t.const_data_ptr())), tensor(index) {
+    int64_t extent = t.numel();
+    if (extent != 0 && !t.is_contiguous()) {
+      extent = 1;
+      for (int64_t d = 0; d < t.dim(); ++d) extent += (t.size(d) - 1) * t.stride(d);
+    }
+    end = begin + extent * t.element_size();
+  }
+
+  const char* begin;
+  const char* end;
+  size_t tensor;
+};
+
+// Which outputs share memory with an input in another way than being the very same tensor at the same place of its
+// list. Those are computed aside, so that every input is read before any of it is overwritten.
+class Overlaps {
+ public:
+  explicit Overlaps(const std::vector<Tensor>& out) : out_(out), found_(out.size(), false) {
+    for (size_t t = 0; t < out.size(); ++t) spans_.emplace_back(out[t], t);
+    std::sort(spans_.begin(), spans_.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  }
+
+  void add_input(const Tensor& x, size_t index) {
+    const Span span(x);
+    auto after = std::lower_bound(spans_.begin(), spans_.end(), span.end,
+                                  [](const Span& s, const char* end) { return s.begin < end; });
+    while (after != spans_.begin() && (--after)->end > span.begin) {
+      const bool same = after->tensor == index && after->begin == span.begin && equal(x.strides(), out_[index].strides());
+      if (!same && span.begin != span.end) found_[after->tensor] = true;
+    }
+  }
+
+  bool operator[](size_t tensor) const { return found_[tensor]; }
+
+ private:
+  const std::vector<Tensor>& out_;
+  std::vector<Span> spans_;
+  std::vector<bool> found_;
+};
 
 // Tensors that correspond element by element, as pointers into memory of one common order. Where they share a dense
 // layout (all contiguous, all channels-last) that memory is used as it is; otherwise inputs are copied to contiguous
 // ones, and an output is computed aside and copied back by `finish`.
 class Aligned {
  public:
-  // `tensors[0]` is the output.
-  explicit Aligned(const std::vector<const Tensor*>& tensors) : out_(tensors[0]) {
+  // `tensors[0]` is the output; `aside` computes it aside in any case.
+  Aligned(const std::vector<const Tensor*>& tensors, bool aside) : out_(tensors[0]) {
     const Tensor& first = *tensors[0];
     numel = first.numel();
-    bool shared = is_dense(first);
+    const bool contiguous = first.is_contiguous();
+    bool shared = contiguous || (is_dense(first) && !aside);
     for (size_t i = 1; shared && i < tensors.size(); ++i) {
-      shared = equal(tensors[i]->strides(), first.strides()) || (tensors[i]->is_contiguous() && first.is_contiguous());
+      shared = contiguous ? tensors[i]->is_contiguous() : equal(tensors[i]->strides(), first.strides());
     }
+    computed_aside_ = aside || !(shared || contiguous);
     pointers.reserve(tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const Tensor& t = *tensors[i];
-      if (shared || t.is_contiguous()) {
-        pointers.push_back(i == 0 ? t.mutable_data_ptr() : const_cast<void*>(t.const_data_ptr()));
+    if (computed_aside_) {
+      copies_.push_back(torch::stable::new_empty(first, first.sizes()));
+      pointers.push_back(copies_.back().mutable_data_ptr());
+    } else {
+      pointers.push_back(first.mutable_data_ptr());
+    }
+    for (size_t i = 1; i < tensors.size(); ++i) {
+      if (shared || tensors[i]->is_contiguous()) {
+        pointers.push_back(const_cast<void*>(tensors[i]->const_data_ptr()));
       } else {
-        copies_.push_back(i == 0 ? torch::stable::new_empty(t, t.sizes()) : torch::stable::contiguous(t));
+        copies_.push_back(torch::stable::contiguous(*tensors[i]));
         pointers.push_back(copies_.back().mutable_data_ptr());
-        computed_aside_ = computed_aside_ || i == 0;
       }
     }
   }

@@ -207,44 +207,63 @@ def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
 
 @dataclass
 class _Model:
-    """A model in any accepted form, as names and tensors."""
+    """A model in any accepted form: its tensors, and their names if it has any."""
 
-    names: list[str]
+    names: list[str] | None
     tensors: list[Tensor]
-    named: bool
 
     @staticmethod
     def of(model: Any, what: str) -> _Model:
         if isinstance(model, nn.Module):
             model = model.state_dict()
         if isinstance(model, Mapping):
-            names, tensors, named = list(model.keys()), list(model.values()), True
+            names, tensors = list(model.keys()), list(model.values())
         elif isinstance(model, Tensor):
-            names, tensors, named = ["row"], [model], False
+            return _Model(None, [model])
         elif isinstance(model, Iterable):
-            tensors = list(model)
-            names, named = [str(t) for t in range(len(tensors))], False
+            names, tensors = None, list(model)
         else:
             raise TypeError(
                 f"{what} is a {type(model).__name__}; a module, a state dict or a list of tensors is accepted"
             )
-        for name, x in zip(names, tensors, strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
-        return _Model(names, tensors, named)
+        # By type first: models have many tensors, and this is most of the time spent in Python.
+        if not set(map(type, tensors)) <= {Tensor, nn.Parameter}:
+            for t, x in enumerate(tensors):
+                if not isinstance(x, Tensor):
+                    raise TypeError(f"{what}: {names[t] if names else t!r} is a {type(x).__name__}, not a tensor")
+        return _Model(names, tensors)
+
+    def name(self, tensor: int) -> str:
+        return repr(self.names[tensor]) if self.names else str(tensor)
 
     def like(self, other: _Model, what: str) -> _Model:
-        """Its tensors in the order of ``other``, whose names it must have."""
+        """Its tensors in the order of ``other``, client 0, whose names it must have."""
         if self.names == other.names:
+            if len(self.tensors) != len(other.tensors):
+                raise ValueError(f"{what} has {len(self.tensors)} tensors, client 0 has {len(other.tensors)}")
             return self
-        if self.named != other.named or set(self.names) != set(other.names):
-            missing = [n for n in other.names if n not in set(self.names)]
-            extra = [n for n in self.names if n not in set(other.names)]
+        if self.names is None or other.names is None:
+            raise ValueError(f"{what} and client 0 must both have names for their tensors, or both have none")
+        by_name = dict(zip(self.names, self.tensors, strict=True))
+        missing = [n for n in other.names if n not in by_name]
+        extra = sorted(set(self.names) - set(other.names))
+        if missing or extra:
             raise ValueError(
                 f"{what} does not have the tensors of client 0: missing {missing or 'none'}, unexpected {extra or 'none'}"
             )
-        by_name = dict(zip(self.names, self.tensors, strict=True))
-        return _Model(other.names, [by_name[n] for n in other.names], self.named)
+        return _Model(other.names, [by_name[n] for n in other.names])
+
+
+def _restorer(model: Any) -> Callable[[list[Tensor]], Any]:
+    """How a result is given back in the form of the clients."""
+    if isinstance(model, nn.Module):
+        model = model.state_dict()
+    if isinstance(model, Mapping):
+        names = list(model.keys())
+        return lambda tensors: dict(zip(names, tensors, strict=True))
+    if isinstance(model, Tensor):
+        return lambda tensors: tensors[0]
+    return lambda tensors: tensors
 
 
 def _gather(clients: Any) -> tuple[list[_Model], Callable[[list[Tensor]], Any]]:
@@ -255,40 +274,40 @@ def _gather(clients: Any) -> tuple[list[_Model], Callable[[list[Tensor]], Any]]:
                 f"clients is {_describe(clients)}; a matrix with a row for each client is accepted, "
                 "or a sequence of modules, state dicts or lists of tensors"
             )
-        return [_Model(["row"], [row], False) for row in clients.unbind(0)], lambda tensors: tensors[0]
+        return [_Model(None, [row]) for row in clients.unbind(0)], _restorer(clients)
     if isinstance(clients, (nn.Module, Mapping)):
         raise TypeError(f"clients is a single {type(clients).__name__}; a sequence of models is accepted")
-    models = [_Model.of(client, f"client {c}") for c, client in enumerate(clients)]
-    if not models:
+    clients = list(clients)
+    if not clients:
         raise ValueError("no clients given; at least one is needed")
-    first = models[0]
-    models = [first, *(m.like(first, f"client {c}") for c, m in enumerate(models[1:], 1))]
-    names = first.names
-    if first.named:
-        return models, lambda tensors: dict(zip(names, tensors, strict=True))
-    return models, lambda tensors: tensors
+    first = _Model.of(clients[0], "client 0")
+    others = [_Model.of(client, f"client {c}").like(first, f"client {c}") for c, client in enumerate(clients[1:], 1)]
+    return [first, *others], _restorer(clients[0])
 
 
 def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool) -> Tensor:
     """The weights as the ops take them: float64 on the CPU."""
     if weights is None:
-        vector = torch.ones(count, dtype=torch.float64)
+        values = [1.0] * count
     elif isinstance(weights, Tensor):
-        vector = weights.to("cpu", torch.float64)
+        if weights.dim() != 1:
+            raise ValueError(f"weights of shape {list(weights.shape)}; a vector with one weight a client is accepted")
+        values = weights.tolist()
     else:
-        vector = torch.tensor([float(w) for w in weights], dtype=torch.float64)
-    if vector.shape != (count,):
-        raise ValueError(f"weights of shape {list(vector.shape)} for {count} clients; one weight a client is expected")
-    values = vector.tolist() if weights is not None else [1.0] * count
+        values = [float(w) for w in weights]
+    if len(values) != count:
+        raise ValueError(f"{len(values)} weights for {count} clients; one weight a client is expected")
     for c, value in enumerate(values):
         if not math.isfinite(value) or (normalize and value < 0):
             kind = "not negative" if math.isfinite(value) else "finite"
             raise ValueError(f"the weight of client {c} is {value}; it must be {kind}")
-    if not normalize:
-        return vector
-    if sum(values) <= 0:
-        raise ValueError(f"the weights of all {count} clients add up to {sum(values)}; a positive sum is needed")
-    return vector / vector.sum()
+    total = sum(values)
+    if normalize and total <= 0:
+        raise ValueError(f"the weights of all {count} clients add up to {total}; a positive sum is needed")
+    if isinstance(weights, Tensor) and weights.requires_grad:
+        vector = weights.to("cpu", torch.float64)
+        return vector / vector.sum() if normalize else vector
+    return torch.tensor([v / total for v in values] if normalize else values, dtype=torch.float64)
 
 
 def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
@@ -296,12 +315,10 @@ def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
     first = models[0]
     for t, reference in enumerate(first.tensors):
         for what, model in [(f"client {c}", m) for c, m in enumerate(models)] + targets:
-            if len(model.tensors) != len(first.tensors):
-                raise ValueError(f"{what} has {len(model.tensors)} tensors, client 0 has {len(first.tensors)}") from None
             x = model.tensors[t]
             if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
                 raise ValueError(
-                    f"tensor {first.names[t]!r} of {what} is {_describe(x)}, of client 0 {_describe(reference)}"
+                    f"tensor {first.name(t)} of {what} is {_describe(x)}, of client 0 {_describe(reference)}"
                 ) from None
 
 
@@ -319,7 +336,7 @@ def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize:
     if policy == "raise":
         client, tensor = bad[0]
         raise ValueError(
-            f"tensor {models[client].names[floating[tensor]]!r} of client {client} holds infinity or NaN "
+            f"tensor {models[client].name(floating[tensor])} of client {client} holds infinity or NaN "
             f"({len({c for c, _ in bad})} of {len(models)} clients do); nonfinite='skip' leaves such clients out"
         )
     skipped = {c for c, _ in bad}
@@ -333,25 +350,29 @@ def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize:
 
 def _check_target(target: _Model, what: str) -> list[int]:
     """The tensors of ``target`` to write: all but those that are another name of an earlier one (tied weights)."""
+    tensors = target.tensors
     if torch.compiler.is_compiling():  # no addresses there
-        return list(range(len(target.tensors)))
+        return list(range(len(tensors)))
     spans: list[tuple[int, int, int]] = []
-    seen: dict[tuple[Any, ...], int] = {}
-    for t, x in enumerate(target.tensors):
-        if x.numel() == 0:
-            continue
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-            raise ValueError(f"tensor {target.names[t]!r} of {what} is expanded: several elements share one place in memory")
-        key = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride())
-        if seen.setdefault(key, t) == t:
-            extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-            spans.append((x.data_ptr(), x.data_ptr() + extent * x.element_size(), t))
+    for t, x in enumerate(tensors):
+        extent = x.numel()
+        if not x.is_contiguous():
+            if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+                raise ValueError(f"tensor {target.name(t)} of {what} is expanded: its elements share one place in memory")
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        if extent:
+            begin = x.data_ptr()
+            spans.append((begin, t, begin + extent * x.element_size()))
     spans.sort()
-    for (_, end, a), (begin, _, b) in zip(spans, spans[1:], strict=False):
-        if begin < end and target.tensors[a].device == target.tensors[b].device:
-            raise ValueError(f"tensors {target.names[a]!r} and {target.names[b]!r} of {what} overlap in memory")
-    unique = set(seen.values())
-    return [t for t, x in enumerate(target.tensors) if t in unique or x.numel() == 0]
+    tied: set[int] = set()
+    for (begin_a, a, end_a), (begin_b, b, _) in zip(spans, spans[1:], strict=False):
+        x, y = tensors[a], tensors[b]
+        if begin_b >= end_a or x.device != y.device:
+            continue
+        if (begin_a, x.shape, x.stride(), x.dtype) != (begin_b, y.shape, y.stride(), y.dtype):
+            raise ValueError(f"tensors {target.name(a)} and {target.name(b)} of {what} overlap in memory")
+        tied.add(b)
+    return [t for t in range(len(tensors)) if t not in tied]
 
 
 def _round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -401,15 +422,13 @@ def _combine(
     targets = [(what, m) for what, m in (("server", start), ("out", target)) if m is not None]
     for t in integral:
         if first.tensors[t].is_complex():
-            raise TypeError(f"tensor {first.names[t]!r} is {_describe(first.tensors[t])}; floating and integer types are accepted")
+            raise TypeError(f"tensor {first.name(t)} is {_describe(first.tensors[t])}; floating and integer types are accepted")
     if integral:
         _explain(models, targets)
         if integers == "server" and target is None and start is None:
             raise ValueError(
-                f"integers='server' keeps the server's {first.names[integral[0]]!r}: give the server's model as out="
+                f"integers='server' keeps the server's tensor {first.name(integral[0])}: give the server's model as out="
             )
-    if any(len(m.tensors) != len(first.tensors) for m in models):
-        _explain(models, targets)
     models, vector = _screen(models, vector, nonfinite, normalize)
 
     flat = [m.tensors[t] for m in models for t in floating]
@@ -546,7 +565,7 @@ class StreamingAverage:
         self._weight = 0.0
         self._skipped_weight = 0.0
         self._first: _Model | None = None
-        self._restore: Callable[[list[Tensor]], Any] = list
+        self._restore = _restorer(())
         self._sums: list[Tensor] = []
 
     def add(self, client: Model | Tensor, weight: float = 1.0) -> bool:
@@ -561,33 +580,28 @@ class StreamingAverage:
             model = model.like(self._first, what)
             _explain([self._first, model], [])
         else:
-            for name, x in zip(model.names, model.tensors, strict=True):
+            for t, x in enumerate(model.tensors):
                 if x.is_complex() or (x.is_floating_point() and x.dtype not in _FLOATS):
-                    raise TypeError(f"tensor {name!r} is {_describe(x)}; floating and integer types are accepted")
+                    raise TypeError(f"tensor {model.name(t)} is {_describe(x)}; floating and integer types are accepted")
         if self.nonfinite != "propagate":
-            floats = [x for x in model.tensors if x.is_floating_point()]
-            bad = _nonfinite(floats).nonzero().flatten().tolist() if floats else []
+            floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
+            bad = _nonfinite([model.tensors[t] for t in floating]).nonzero().flatten().tolist() if floating else []
             if bad and self.nonfinite == "raise":
-                names = [n for n, x in zip(model.names, model.tensors, strict=True) if x.is_floating_point()]
-                raise ValueError(f"tensor {names[bad[0]]!r} of {what} holds infinity or NaN; nonfinite='skip' leaves it out")
+                raise ValueError(f"tensor {model.name(floating[bad[0]])} of {what} holds infinity or NaN; nonfinite='skip' leaves it out")
             if bad:
                 self.skipped += 1
                 self._skipped_weight += weight
                 return False
         with torch.no_grad():
             if self._first is None:
-                if model.named:
-                    names = model.names
-                    self._restore = lambda tensors: dict(zip(names, tensors, strict=True))
-                elif isinstance(client, Tensor):
-                    self._restore = lambda tensors: tensors[0]
+                self._restore = _restorer(client)
                 self._sums = [self._empty_sum(x) for x in model.tensors]
                 # Shapes and types are kept for the checks; values only where integers="first" needs them.
                 kept = [
                     x.clone() if self.integers == "first" and not x.is_floating_point() else x.new_empty(()).expand(x.shape)
                     for x in model.tensors
                 ]
-                self._first = _Model(model.names, kept, model.named)
+                self._first = _Model(model.names, kept)
             floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
             _accumulate([self._sums[t] for t in floating], [model.tensors[t] for t in floating], weight)
             for t, x in enumerate(model.tensors):

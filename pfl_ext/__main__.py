@@ -1,0 +1,7 @@
+"""``python -m pfl_ext``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
