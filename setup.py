@@ -12,8 +12,8 @@ CXX, CUDA_HOME           the C++ compiler; the CUDA toolkit
 =======================  =======================================================================================
 
 torch's own extension helper is not used: it gives all sources of a library the same flags (ours differ by instruction
-set), takes the folder above a wrapper script ``nvcc`` for the toolkit, and fails with an IndexError on a machine that has
-no GPU and no architecture list.
+set), takes the folder above a wrapper script ``nvcc`` for the toolkit, and fails with an IndexError on a machine
+without a GPU and an architecture list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -40,6 +39,7 @@ DEFAULT_CUDA_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 OLDEST_CUDA = (12, 1)
 # Peak memory of one compiler on our largest file, measured with /usr/bin/time: nvcc 0.9 GB, g++ 0.4 GB; with room.
 GIB_PER_JOB = 1.5
+USUAL_CUDA = Path("/usr/local/cuda")
 # The oldest torch whose stable ABI the library uses: 2.10 (one byte each for major and minor).
 TORCH_TARGET = "0x020a000000000000"
 
@@ -80,12 +80,12 @@ def find_nvcc() -> str | None:
             return str(Path(home) / "bin" / "nvcc")
     if on_path := shutil.which("nvcc"):
         return on_path
-    usual = Path("/usr/local/cuda/bin/nvcc")
+    usual = USUAL_CUDA / "bin" / "nvcc"
     return str(usual) if usual.is_file() else None
 
 
 class CudaToolkit:
-    """An nvcc and the toolkit it belongs to, asked of nvcc itself: the one on PATH may be a script that calls another."""
+    """An nvcc and its toolkit's folder, asked of nvcc itself: the one on PATH may be a script that calls another."""
 
     def __init__(self, nvcc: str) -> None:
         self.nvcc = nvcc
@@ -116,7 +116,7 @@ def decide_cuda(torch_cuda: str | None) -> tuple[CudaToolkit | None, str]:
     if torch_cuda is None:
         reason = "this torch is a build without CUDA"
     elif nvcc is None:
-        reason = f"torch has CUDA {torch_cuda}, but no nvcc is in CUDA_HOME, on PATH or in /usr/local/cuda"
+        reason = f"torch has CUDA {torch_cuda}, but no nvcc is in CUDA_HOME, on PATH or in {USUAL_CUDA}"
     else:
         try:
             found = CudaToolkit(nvcc)
@@ -159,12 +159,15 @@ def gencode_flags(toolkit: CudaToolkit) -> tuple[list[str], str]:
 
 def job_count() -> int:
     if given := os.environ.get("MAX_JOBS"):
-        return max(1, int(given))
+        if not given.isdecimal() or int(given) == 0:
+            raise SystemExit(f"MAX_JOBS={given!r} is not accepted; a positive whole number is")
+        return int(given)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) / 2**20
-    except (OSError, TypeError):
-        available = 4.0
+        memory = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        memory = None
+    available = int(memory[1]) / 2**20 if memory else 4.0
     return max(1, min(cores, int(available / GIB_PER_JOB)))
 
 
@@ -213,7 +216,9 @@ class BuildNative(build_ext):
         folder.mkdir(parents=True, exist_ok=True)
         cxx = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
         if cxx is None:
-            raise SystemExit("no C++ compiler found: install g++ or clang++, or set CXX. PFL_EXT_NATIVE=0 does without.")
+            raise SystemExit(
+                "no C++ compiler found: install g++ or clang++, or set CXX. PFL_EXT_NATIVE=0 does without."
+            )
 
         file = NinjaFile()
         file.rule("cxx", f"{cxx} -MMD -MF $out.d {shlex.join(CXX_FLAGS)} $flags -c $in -o $out")
@@ -221,7 +226,9 @@ class BuildNative(build_ext):
         stable = [*STABLE_ABI_FLAGS, "-isystem", str(torch_root / "include")]
         libtorch = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
 
-        outputs = {ext.name.rsplit(".", 1)[-1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions}
+        outputs = {
+            ext.name.rsplit(".", 1)[-1]: Path(self.get_ext_fullpath(ext.name)).resolve() for ext in self.extensions
+        }
         objects = [
             file.build(folder / "cpu" / f"{source.stem}.o", "cxx", [source], stable)
             for source in sorted((CSRC / "cpu").glob("*.cpp"))
@@ -263,6 +270,7 @@ class BuildNative(build_ext):
             print(f"pfl_ext: building _C and _C_cuda for {used}: {info['cuda_reason']}")
         else:
             self.extensions = [ext for ext in self.extensions if not ext.name.endswith("_C_cuda")]
+            outputs.pop("_C_cuda").unlink(missing_ok=True)  # of an earlier build in this folder
             print(f"pfl_ext: building _C without _C_cuda: {info['cuda_reason']}")
 
         for out in outputs.values():
@@ -276,10 +284,11 @@ class BuildNative(build_ext):
         shutil.copy2(self.build_info, ROOT / "pfl_ext" / "_build.json")
 
 
-native = environment_choice("PFL_EXT_NATIVE", ("1", "0"), "1") == "1"
-names = ["pfl_ext._C", "pfl_ext._C_cuda"] if native else []
-setup(
-    ext_modules=[Extension(name, sources=[], py_limited_api=True) for name in names],
-    cmdclass={"build_ext": BuildNative},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if native else {},
-)
+if __name__ == "__main__":  # as pip runs it; the tests import it
+    native = environment_choice("PFL_EXT_NATIVE", ("1", "0"), "1") == "1"
+    names = ["pfl_ext._C", "pfl_ext._C_cuda"] if native else []
+    setup(
+        ext_modules=[Extension(name, sources=[], py_limited_api=True) for name in names],
+        cmdclass={"build_ext": BuildNative},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if native else {},
+    )

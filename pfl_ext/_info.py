@@ -29,7 +29,9 @@ def _served_by(device: str) -> tuple[str, str]:
 def report() -> str:
     """The whole text."""
     build = _native.build_info()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     lines = _section(
         "versions",
         [
@@ -42,7 +44,10 @@ def report() -> str:
     if build:
         cuda = build["cuda"]
         rows = [
-            ("built", f"{build['built']} against torch {build['torch']}, stable ABI of {build['torch_target']} and later"),
+            (
+                "built",
+                f"{build['built']} against torch {build['torch']}, stable ABI of {build['torch_target']} and later",
+            ),
             ("C++ compiler", build["cxx"]),
             ("C++ flags", build["cxx_flags"]),
             *((f"  {isa}", flags or "(none more)") for isa, flags in build["isa_flags"].items()),

@@ -72,6 +72,15 @@ def _open(library: Library) -> None:
     library.loaded, library.reason = True, ""
 
 
+def _warn_default_on(devices: str, library: Library) -> None:
+    warnings.warn(
+        f"pfl_ext runs its plain-torch default on {devices}, which is correct but slow: {library.reason}. "
+        f"To build the library: {_REINSTALL}. To run without it and without this warning: PFL_EXT_NATIVE=0.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
 def load() -> None:
     """Load what there is. Called once, by ``import pfl_ext``, after the ops are declared."""
     if os.environ.get("PFL_EXT_NATIVE", "1") == "0":
@@ -81,12 +90,7 @@ def load() -> None:
     _open(_cpu)
     if not _cpu.loaded:
         _cuda.reason = "the CPU library is not in use"
-        warnings.warn(
-            f"pfl_ext runs on its plain-torch default, which is correct but slow: {_cpu.reason}. "
-            f"To build the native library: {_REINSTALL}. To silence this: PFL_EXT_NATIVE=0.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        _warn_default_on("all devices", _cpu)
         return
     if wanted := os.environ.get("PFL_EXT_ISA"):
         set_isa(wanted)
@@ -99,19 +103,11 @@ def load() -> None:
     elif torch.version.cuda.split(".")[0] != built["version"].split(".")[0]:
         # The stable ABI spans torch releases, not CUDA majors.
         _cuda.reason = f"built for CUDA {built['version']}, and torch {torch.__version__} has CUDA {torch.version.cuda}"
-        warnings.warn(
-            f"pfl_ext runs its plain-torch default on CUDA devices: {_cuda.reason}. To build it anew: {_REINSTALL}.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        _warn_default_on("CUDA devices", _cuda)
     else:
         _open(_cuda)
         if not _cuda.loaded:
-            warnings.warn(
-                f"pfl_ext runs its plain-torch default on CUDA devices: {_cuda.reason}. To build it anew: {_REINSTALL}.",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            _warn_default_on("CUDA devices", _cuda)
 
 
 def isa() -> str | None:
@@ -136,5 +132,7 @@ def set_isa(name: str) -> None:
     if _cpu.handle is None:
         raise RuntimeError(f"no instruction set can be chosen: {_cpu.reason}")
     if name not in available_isas():
-        raise ValueError(f"instruction set {name!r} is not to be had here; this machine has {', '.join(available_isas())}")
+        raise ValueError(
+            f"instruction set {name!r} is not to be had here; this machine has {', '.join(available_isas())}"
+        )
     _cpu.handle.pfl_ext_set_isa(name.encode())

@@ -107,16 +107,12 @@ PFL_HD void from_accumulate(double x, double* out) { *out = x; }
 PFL_HD bool is_nonfinite(half x) { return (x.bits & 0x7c00u) == 0x7c00u; }
 PFL_HD bool is_nonfinite(bfloat16 x) { return (x.bits & 0x7f80u) == 0x7f80u; }
 PFL_HD bool is_nonfinite(float x) { return (bit_copy<uint32_t>(x) & 0x7f800000u) == 0x7f800000u; }
-PFL_HD bool is_nonfinite(double x) {
-  return (bit_copy<uint64_t>(x) & 0x7ff0000000000000ull) == 0x7ff0000000000000ull;
-}
+PFL_HD bool is_nonfinite(double x) { return (bit_copy<uint64_t>(x) & 0x7ff0000000000000ull) == 0x7ff0000000000000ull; }
 
 // The floating types that the kernels are written for, as the glue and the planner name them.
 enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 3 };
 
-constexpr int64_t item_size(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
+constexpr int64_t item_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 template <typename T>
 struct TypeTag {

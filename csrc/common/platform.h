@@ -12,7 +12,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 // Templates that each declare `extern __shared__ T x[]` clash over the type of x, hence one untyped symbol.
-#define PFL_DYNAMIC_SHARED(Type, name)                                  \
+#define PFL_DYNAMIC_SHARED(Type, name)                                \
   extern __shared__ __align__(16) unsigned char pfl_dynamic_shared[]; \
   Type* name = reinterpret_cast<Type*>(pfl_dynamic_shared)
 #endif

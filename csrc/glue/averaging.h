@@ -105,7 +105,8 @@ inline std::vector<DType> check_accumulate(const char* op, const std::vector<Ten
   return dtypes;
 }
 
-// Which of the tensors hold infinity or NaN. The order of elements does not matter, so any dense layout is read in place.
+// Which of the tensors hold infinity or NaN. The order of elements does not matter, so any dense layout is read in
+// place.
 struct NonfiniteProblem {
   NonfiniteProblem(const std::vector<Tensor>& tensors, bool on_cpu) : found(no_flags(tensors)) {
     for (size_t t = 0; t < tensors.size(); ++t) {

@@ -67,7 +67,8 @@ inline DType dtype_of(const Tensor& t, const char* op, const char* role, size_t 
     case ScalarType::BFloat16:
       return DType::kBFloat16;
     default:
-      fail(op, ": ", role, " tensor ", index, " is ", describe(t), "; float32, float64, float16 and bfloat16 are accepted");
+      fail(op, ": ", role, " tensor ", index, " is ", describe(t),
+           "; float32, float64, float16 and bfloat16 are accepted");
   }
 }
 
@@ -113,7 +114,8 @@ struct Kind {
 
 // The bytes between a tensor's first and last element.
 struct Span {
-  explicit Span(const Tensor& t, size_t index = 0) : begin(static_cast<const char*>(t.const_data_ptr())), tensor(index) {
+  explicit Span(const Tensor& t, size_t index = 0)
+      : begin(static_cast<const char*>(t.const_data_ptr())), tensor(index) {
     int64_t extent = t.numel();
     if (extent != 0 && !t.is_contiguous()) {
       extent = 1;
@@ -141,7 +143,8 @@ class Overlaps {
     auto after = std::lower_bound(spans_.begin(), spans_.end(), span.end,
                                   [](const Span& s, const char* end) { return s.begin < end; });
     while (after != spans_.begin() && (--after)->end > span.begin) {
-      const bool same = after->tensor == index && after->begin == span.begin && equal(x.strides(), out_[index].strides());
+      const bool same =
+          after->tensor == index && after->begin == span.begin && equal(x.strides(), out_[index].strides());
       if (!same && span.begin != span.end) found_[after->tensor] = true;
     }
   }

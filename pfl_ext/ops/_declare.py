@@ -1,7 +1,7 @@
 """How an op is declared: schema, plain-torch reference, fake kernel and gradient, in one call.
 
 The schema lives here, in Python, and the reference is the op's default kernel on every device. A native library adds
-kernels for its dispatch key, and those win; the autograd formula is the same for both. ``csrc/README.md`` walks through it.
+kernels for its dispatch key, and those win; the autograd formula is the same for both. ``csrc/README.md`` explains it.
 """
 
 from __future__ import annotations

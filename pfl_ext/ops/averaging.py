@@ -13,6 +13,7 @@ model is cut into tensors: it is the same to the bit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ def _weighted_average_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[li
     if not clients:
         return for_clients, None
     inner = [
-        sum((g.double() * x.double()).sum().cpu() for g, x in zip(grads, clients[first:], strict=False) if g is not None)
+        sum(
+            (g.double() * x.double()).sum().cpu() for g, x in zip(grads, clients[first:], strict=False) if g is not None
+        )
         for first in range(0, ctx.count, tensors)
     ]
     return for_clients, torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in inner])
@@ -249,7 +252,7 @@ class _Model:
         extra = sorted(set(self.names) - set(other.names))
         if missing or extra:
             raise ValueError(
-                f"{what} does not have the tensors of client 0: missing {missing or 'none'}, unexpected {extra or 'none'}"
+                f"{what} has not the tensors of client 0: missing {missing or 'none'}, unexpected {extra or 'none'}"
             )
         return _Model(other.names, [by_name[n] for n in other.names])
 
@@ -311,7 +314,7 @@ def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool
 
 
 def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
-    """Raise an error that names model and tensor, if two do not fit. Only called when an op has refused its arguments."""
+    """Raise an error that names model and tensor where two do not fit. Called when an op has refused its arguments."""
     first = models[0]
     for t, reference in enumerate(first.tensors):
         for what, model in [(f"client {c}", m) for c, m in enumerate(models)] + targets:
@@ -343,7 +346,9 @@ def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize:
     kept = [c for c in range(len(models)) if c not in skipped]
     remaining = weights[kept]
     if not kept or (normalize and float(remaining.sum()) <= 0):
-        raise ValueError(f"all {len(models)} clients with a positive weight hold infinity or NaN; nothing is left to average")
+        raise ValueError(
+            f"all {len(models)} clients with a positive weight hold infinity or NaN; nothing is left to average"
+        )
     # The clients that stay share the weight of those that do not.
     return [models[c] for c in kept], remaining * (weights.sum() / remaining.sum())
 
@@ -358,14 +363,16 @@ def _check_target(target: _Model, what: str) -> list[int]:
         extent = x.numel()
         if not x.is_contiguous():
             if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-                raise ValueError(f"tensor {target.name(t)} of {what} is expanded: its elements share one place in memory")
+                raise ValueError(
+                    f"tensor {target.name(t)} of {what} is expanded: its elements share one place in memory"
+                )
             extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         if extent:
             begin = x.data_ptr()
             spans.append((begin, t, begin + extent * x.element_size()))
     spans.sort()
     tied: set[int] = set()
-    for (begin_a, a, end_a), (begin_b, b, _) in zip(spans, spans[1:], strict=False):
+    for (begin_a, a, end_a), (begin_b, b, _) in itertools.pairwise(spans):
         x, y = tensors[a], tensors[b]
         if begin_b >= end_a or x.device != y.device:
             continue
@@ -422,12 +429,14 @@ def _combine(
     targets = [(what, m) for what, m in (("server", start), ("out", target)) if m is not None]
     for t in integral:
         if first.tensors[t].is_complex():
-            raise TypeError(f"tensor {first.name(t)} is {_describe(first.tensors[t])}; floating and integer types are accepted")
+            raise TypeError(
+                f"tensor {first.name(t)} is {_describe(first.tensors[t])}; floats and integers are accepted"
+            )
     if integral:
         _explain(models, targets)
         if integers == "server" and target is None and start is None:
             raise ValueError(
-                f"integers='server' keeps the server's tensor {first.name(integral[0])}: give the server's model as out="
+                f"integers='server' keeps the server's {first.name(integral[0])}: give the server's model as out="
             )
     models, vector = _screen(models, vector, nonfinite, normalize)
 
@@ -582,12 +591,16 @@ class StreamingAverage:
         else:
             for t, x in enumerate(model.tensors):
                 if x.is_complex() or (x.is_floating_point() and x.dtype not in _FLOATS):
-                    raise TypeError(f"tensor {model.name(t)} is {_describe(x)}; floating and integer types are accepted")
+                    raise TypeError(
+                        f"tensor {model.name(t)} is {_describe(x)}; floating and integer types are accepted"
+                    )
         if self.nonfinite != "propagate":
             floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
             bad = _nonfinite([model.tensors[t] for t in floating]).nonzero().flatten().tolist() if floating else []
             if bad and self.nonfinite == "raise":
-                raise ValueError(f"tensor {model.name(floating[bad[0]])} of {what} holds infinity or NaN; nonfinite='skip' leaves it out")
+                raise ValueError(
+                    f"tensor {model.name(floating[bad[0]])} of {what} holds infinity or NaN; nonfinite='skip' skips it"
+                )
             if bad:
                 self.skipped += 1
                 self._skipped_weight += weight
@@ -598,7 +611,9 @@ class StreamingAverage:
                 self._sums = [self._empty_sum(x) for x in model.tensors]
                 # Shapes and types are kept for the checks; values only where integers="first" needs them.
                 kept = [
-                    x.clone() if self.integers == "first" and not x.is_floating_point() else x.new_empty(()).expand(x.shape)
+                    x.clone()
+                    if self.integers == "first" and not x.is_floating_point()
+                    else x.new_empty(()).expand(x.shape)
                     for x in model.tensors
                 ]
                 self._first = _Model(model.names, kept)

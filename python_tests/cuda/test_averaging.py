@@ -1,4 +1,4 @@
-"""csrc/cuda/kernels/averaging.cuh, executed by the emulator and compared with the plain-torch reference, bit for bit."""
+"""csrc/cuda/kernels/averaging.cuh, executed by the emulator: the bits of the plain-torch reference."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def assert_within_rounding(actual, expected, clients, weights):
 
 
 def bits(x):
-    return x.contiguous().view(torch.uint8 if x.element_size() == 1 else {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.contiguous().view(
+        torch.uint8 if x.element_size() == 1 else {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    )
 
 
 def assert_same_bits(actual, expected):
@@ -275,7 +277,10 @@ def test_out_may_be_one_of_the_clients(device):
 
 
 def test_server_may_be_updated_in_place(device):
-    clients, (server,) = random_clients(3, [(999,), (5, 5)], device=device), random_clients(1, [(999,), (5, 5)], device=device, seed=1)
+    clients, (server,) = (
+        random_clients(3, [(999,), (5, 5)], device=device),
+        random_clients(1, [(999,), (5, 5)], device=device, seed=1),
+    )
     expected = server_update(server, clients, lr=0.5)
     assert server_update(server, clients, lr=0.5, out=server) is server
     assert_same_bits(server, expected)
@@ -311,7 +316,14 @@ def test_tied_weights_are_updated_once(device):
 def test_non_contiguous_and_offset_views_give_what_their_copies_give(device, dtype):
     base = random_clients(1, [(6, 50, 40)], dtype, device)[0][0]
     views = [
-        [b.t(), b[::2, 1:], b.flatten()[3:1003], b[3], b.t().unsqueeze(0).expand(2, -1, -1), b.view(50, 8, 5).permute(2, 0, 1)]
+        [
+            b.t(),
+            b[::2, 1:],
+            b.flatten()[3:1003],
+            b[3],
+            b.t().unsqueeze(0).expand(2, -1, -1),
+            b.view(50, 8, 5).permute(2, 0, 1),
+        ]
         for b in base
     ]
     copies = [[v.contiguous().clone() for v in client] for client in views]
@@ -402,7 +414,10 @@ def test_small_integers_saturate(device):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 2047, 2048, 20000])
 def test_a_non_finite_value_is_found_wherever_it_is(device, dtype, bad, place):
-    clients = [{"a": torch.ones(5, dtype=dtype, device=device), "b": torch.ones(20001, dtype=dtype, device=device)} for _ in range(3)]
+    clients = [
+        {"a": torch.ones(5, dtype=dtype, device=device), "b": torch.ones(20001, dtype=dtype, device=device)}
+        for _ in range(3)
+    ]
     clients[1]["b"][place] = bad
     with pytest.raises(ValueError, match="tensor 'b' of client 1 holds infinity or NaN"):
         weighted_average(clients, nonfinite="raise")
@@ -546,7 +561,9 @@ def test_streaming_is_within_its_stated_bound_of_the_batch_form(device, dtype):
         assert average.add(client, weight)
     unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     for t, (a, b) in enumerate(zip(average.result(), weighted_average(clients, weights), strict=True)):
-        bound = 2 * 24 * unit * sum(w * c[t].double().abs() for w, c in zip(weights, clients, strict=True)) / sum(weights)
+        bound = (
+            2 * 24 * unit * sum(w * c[t].double().abs() for w, c in zip(weights, clients, strict=True)) / sum(weights)
+        )
         if dtype in (torch.float16, torch.bfloat16):
             bound = bound + torch.finfo(dtype).eps * b.double().abs() + torch.finfo(dtype).smallest_normal
         assert bool(((a.double() - b.double()).abs() <= bound).all())
@@ -641,13 +658,17 @@ def op_arguments(device):
     }
 
 
-@pytest.mark.parametrize("name", ["weighted_average", "weighted_average_", "server_update_", "accumulate_", "nonfinite"])
+@pytest.mark.parametrize(
+    "name", ["weighted_average", "weighted_average_", "server_update_", "accumulate_", "nonfinite"]
+)
 def test_opcheck(device, name):
     torch.library.opcheck(OPS[name].overload, op_arguments(device)[name])
 
 
 def test_every_op_of_the_family_is_checked():
-    assert set(op_arguments("cpu")) == {name for name, op in OPS.items() if op.reference.__module__.endswith("averaging")}
+    assert set(op_arguments("cpu")) == {
+        name for name, op in OPS.items() if op.reference.__module__.endswith("averaging")
+    }
 
 
 def test_gradients_in_clients_and_weights(device):
@@ -664,7 +685,10 @@ def test_gradients_in_clients_and_weights(device):
 
 
 def test_the_public_functions_compile_without_a_graph_break(device):
-    clients, (server,) = random_clients(3, [(50,), (0,), (4, 3)], device=device), random_clients(1, [(50,), (0,), (4, 3)], device=device, seed=1)
+    clients, (server,) = (
+        random_clients(3, [(50,), (0,), (4, 3)], device=device),
+        random_clients(1, [(50,), (0,), (4, 3)], device=device, seed=1),
+    )
 
     def step(server, clients):
         return weighted_average(clients, [1.0, 2.0, 3.0]), server_update(server, clients, [1.0, 2.0, 3.0], lr=0.5)

@@ -7,14 +7,15 @@
 namespace pfl::cuda {
 
 // More clients than fit into one launch's arguments are added group by group, through a running sum in memory.
-constexpr int kContinues = 1;  // flag: start from the running sum, not from zero
+constexpr int kContinues = 1;   // flag: start from the running sum, not from zero
 constexpr int kUnfinished = 2;  // flag: leave the running sum in memory, more clients follow
 
 constexpr int kOut = 0, kServer = 1, kCarry = 2, kClients = 3;  // words of a slot
 
 // out = sum_c w_c x_c, or server + lr * sum_c w_c (x_c - server); see the CPU kernel for the order of operations.
 template <typename T, bool kHasServer>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) average_kernel(const __grid_constant__ ListArguments args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    average_kernel(const __grid_constant__ ListArguments args) {
   using A = accumulate_t<T>;
   const Chunk chunk = find_chunk(args, blockIdx.x);
   const int clients = args.prefix_words;  // the weights are the prefix
@@ -54,7 +55,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) average_ke
 
 // sum += weight * x, with sum in the accumulate type.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) accumulate_kernel(const __grid_constant__ ListArguments args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    accumulate_kernel(const __grid_constant__ ListArguments args) {
   using A = accumulate_t<T>;
   const Chunk chunk = find_chunk(args, blockIdx.x);
   const A weight = static_cast<A>(args.scalar);
@@ -69,7 +71,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) accumulate
 
 // Sets a tensor's flag where it holds infinity or NaN. Threads may write the same value to the same byte: no atomics.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) nonfinite_kernel(const __grid_constant__ ListArguments args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    nonfinite_kernel(const __grid_constant__ ListArguments args) {
   const Chunk chunk = find_chunk(args, blockIdx.x);
   bool found = false;
   for_each_in_chunk<T>(chunk, [&](auto width, int64_t i) {

@@ -1,0 +1,119 @@
+# Everything from a fresh clone, on a machine that has Python 3.10 or later and a C++ compiler:
+#
+#   make test            make the environment, build, run the tests
+#   make demo            make the environment, build, show `pfl-ext info` and a short benchmark
+#   make help            all targets
+#
+#   ENV=path             use this existing virtual environment (with torch in it) instead of making .venv
+#   TORCH=cpu            make the environment with a CPU-only torch, without torchvision
+#   PYTHON=python3.12    the interpreter the environment is made with
+#   PIP_FLAGS=...        more flags for pip, such as an index that has what yours has not
+
+PYTHON ?= python3
+TORCH ?= cuda
+PIP_FLAGS ?=
+
+# torchvision has no build that imports beside a CPU-only torch.
+TORCH_cuda = torch==2.14.1 torchvision==0.29.1
+TORCH_cpu = torch==2.13.0
+ifeq ($(TORCH_$(TORCH)),)
+$(error TORCH=$(TORCH) is not known; use TORCH=cuda or TORCH=cpu)
+endif
+
+ifdef ENV
+VENV := $(ENV)
+else
+VENV := .venv$(if $(filter cpu,$(TORCH)),-cpu)
+endif
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check -q
+ABI := .venv-abi
+WHEELS := build/wheels$(subst /,-,$(VENV))
+
+# Versions: constraints.txt.
+TEST_TOOLS := pytest hypothesis numpy
+DEV_TOOLS := $(TEST_TOOLS) pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
+
+PYTHON_SOURCES := pfl_ext benchmarks python_tests setup.py .ci
+NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(NATIVE_SOURCES) setup.py pyproject.toml README.md
+
+.PHONY: help test demo build lint abi sanitized cuda-check bench readme clean FORCE
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 14
+
+# ---- the environment -------------------------------------------------------------------------------------------------
+
+$(VENV)/tools: constraints.txt Makefile
+ifndef ENV
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(PIP_FLAGS) -c constraints.txt $(TORCH_$(TORCH))
+endif
+	$(PIP) install $(PIP_FLAGS) -c constraints.txt $(DEV_TOOLS)
+	@touch $@
+
+# A wheel's name depends on the platform, so a stamp stands for it.
+$(WHEELS)/built: $(VENV)/tools $(PACKAGE)
+	@rm -rf $(WHEELS) && mkdir -p $(WHEELS)
+	$(BIN)/python -m pip -v wheel --no-build-isolation --no-deps -w $(WHEELS) . > $(WHEELS)/log 2>&1 || { tail -n 60 $(WHEELS)/log; exit 1; }
+	@grep -h '^ *pfl_ext: building' $(WHEELS)/log || true
+	@touch $@
+
+$(VENV)/installed: $(WHEELS)/built
+	$(PIP) install --force-reinstall --no-deps $(WHEELS)/*.whl
+	@touch $@
+
+build: $(VENV)/installed ## make the environment, compile and install
+
+# ---- what people run -------------------------------------------------------------------------------------------------
+
+test: build ## all tests; on the GPU too where there is one
+	$(BIN)/pytest
+
+demo: build ## `pfl-ext info` and a short averaging benchmark with its table
+	$(BIN)/pfl-ext info
+	$(BIN)/pfl-ext bench averaging --quick --output build/demo
+	$(BIN)/pfl-ext bench averaging --quick --output build/demo --table
+
+# ---- what CI runs beside the tests -----------------------------------------------------------------------------------
+
+lint: $(VENV)/tools ## ruff, mypy, clang-format
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+# The one CPU library under the newest torch (in $(VENV)) and under torch 2.13, without building it again.
+$(ABI)/tools: constraints.txt Makefile
+	test -x $(ABI)/bin/python || $(PYTHON) -m venv $(ABI)
+	$(ABI)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -c constraints.txt $(TORCH_cpu) $(TEST_TOOLS)
+	@touch $@
+
+abi: build $(ABI)/tools ## the built library unchanged under torch 2.13 and under the newest
+	$(ABI)/bin/python -m pip --disable-pip-version-check -q install --force-reinstall --no-deps $(WHEELS)/*.whl
+	@for python in $(BIN)/python $(ABI)/bin/python; do \
+	  $$python -c "import hashlib, pathlib, torch, pfl_ext; from pfl_ext import _native; \
+	library = pathlib.Path(pfl_ext.__file__).with_name('_C.abi3.so'); assert _native.status()['cpu'].loaded; \
+	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; done
+	$(BIN)/pytest python_tests/ops
+	$(ABI)/bin/pytest python_tests/ops
+
+sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PFL_EMULATOR_VARIANT=sanitized \
+	  $(BIN)/pytest python_tests/emulator python_tests/common python_tests/cuda
+
+cuda-check: $(VENV)/tools ## compile all CUDA code with warnings as errors; fail on a register spill
+	$(BIN)/python .ci/cuda_check.py
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+bench: build ## all benchmarks at full size, into benchmarks/results
+	$(BIN)/pfl-ext bench averaging --output benchmarks/results
+
+readme: build ## the README's tables and plots from benchmarks/results
+	$(BIN)/pfl-ext bench averaging --output benchmarks/results --readme README.md
+
+clean: ## remove what was built; environments stay
+	rm -rf build dist *.egg-info pfl_ext/*.so pfl_ext/_build.json $(VENV)/installed

@@ -1,0 +1,170 @@
+"""Decisions of setup.py: where CUDA is, for which architectures, how many compilers at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def build() -> ModuleType:
+    pytest.importorskip("setuptools")
+    spec = importlib.util.spec_from_file_location("pfl_ext_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in ("PFL_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A toolkit's folder with an nvcc that only answers questions, and a wrapper for it alone on PATH."""
+
+    def make(release="13.0", libcudart=True) -> Path:
+        root = tmp_path / "toolkit"
+        (root / "bin").mkdir(parents=True)
+        (root / "lib64").mkdir()
+        if libcudart:
+            (root / "lib64" / "libcudart.so").touch()
+        nvcc = root / "bin" / "nvcc"
+        nvcc.write_text(
+            "#!/bin/sh\n"
+            'case "$*" in\n'
+            f'*--version*) echo "Cuda compilation tools, release {release}, V{release}.1";;\n'
+            f'*--dryrun*) echo "#$ _HERE_={root}/bin"; echo "#$ TOP={root}/bin/..";;\n'
+            '*--list-gpu-arch*) printf "compute_75\\ncompute_80\\ncompute_90\\ncompute_120\\n";;\n'
+            "esac\n"
+        )
+        wrapper = tmp_path / "path" / "nvcc"
+        wrapper.parent.mkdir()
+        wrapper.write_text(f'#!/bin/sh\nexec {nvcc} "$@"\n')
+        for script in (nvcc, wrapper):
+            script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{wrapper.parent}{os.pathsep}/usr/bin{os.pathsep}/bin")
+        return root
+
+    return make
+
+
+def test_the_toolkit_behind_a_wrapper_script_is_found(build, toolkit):
+    root = toolkit()
+    found, reason = build.decide_cuda("13.0")
+    assert found.root == root.resolve()
+    assert found.libraries == root.resolve() / "lib64"
+    assert reason == "torch has CUDA 13.0, nvcc is of CUDA 13.0"
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "options", "reason"),
+    [
+        (None, {}, "this torch is a build without CUDA"),
+        ("12.8", {}, "nvcc is of CUDA 13.0, torch of CUDA 12.8: the major versions must agree"),
+        ("12.0", {"release": "12.0"}, "nvcc is of CUDA 12.0; 12.1 or later is needed"),
+        ("13.0", {"libcudart": False}, "has no libcudart.so"),
+        ("13.0", {"release": "unknown"}, "names no release"),
+    ],
+)
+def test_auto_says_why_cuda_is_left_out_and_1_fails_with_that_reason(
+    build, toolkit, monkeypatch, torch_cuda, options, reason
+):
+    toolkit(**options)
+    found, said = build.decide_cuda(torch_cuda)
+    assert found is None
+    assert reason in said
+    monkeypatch.setenv("PFL_EXT_CUDA", "1")
+    with pytest.raises(SystemExit, match="PFL_EXT_CUDA=1, but the CUDA library cannot be built") as error:
+        build.decide_cuda(torch_cuda)
+    assert reason in str(error.value)
+
+
+def test_no_nvcc_anywhere(build, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "USUAL_CUDA", tmp_path)
+    found, reason = build.decide_cuda("13.0")
+    assert found is None
+    assert "no nvcc is in CUDA_HOME, on PATH" in reason
+
+
+def test_cuda_can_be_refused_and_a_wrong_choice_is_named(build, toolkit, monkeypatch):
+    toolkit()
+    monkeypatch.setenv("PFL_EXT_CUDA", "0")
+    assert build.decide_cuda("13.0") == (None, "PFL_EXT_CUDA=0")
+    monkeypatch.setenv("PFL_EXT_CUDA", "yes")
+    with pytest.raises(SystemExit, match="PFL_EXT_CUDA='yes' is not accepted; use one of auto, 1, 0"):
+        build.decide_cuda("13.0")
+
+
+def test_default_architectures_are_those_the_toolkit_knows_and_end_in_ptx(build, toolkit):
+    toolkit()
+    flags, used = build.gencode_flags(build.decide_cuda("13.0")[0])
+    assert used == "7.5;8.0;9.0;12.0+PTX"
+    assert flags[0] == "-gencode=arch=compute_75,code=sm_75"
+    assert flags[-1] == "-gencode=arch=compute_120,code=compute_120"
+
+
+def test_architectures_can_be_chosen_and_unknown_ones_are_refused(build, toolkit, monkeypatch):
+    toolkit()
+    cuda = build.decide_cuda("13.0")[0]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a+PTX")
+    flags, used = build.gencode_flags(cuda)
+    assert used == "8.0;9.0a+PTX"
+    assert "-gencode=arch=compute_90a,code=sm_90a" in flags
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "5.0")
+    with pytest.raises(SystemExit, match=r"does not know 5\.0"):
+        build.gencode_flags(cuda)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(SystemExit, match="'Hopper' is not of the form"):
+        build.gencode_flags(cuda)
+
+
+def test_compilers_at_once_are_bounded_by_cores_and_memory(build, monkeypatch):
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(build.Path, "read_text", lambda _: "MemAvailable:    6291456 kB\n")
+    assert build.job_count() == 4  # 6 GiB at 1.5 each
+    monkeypatch.setattr(build.Path, "read_text", lambda _: "MemAvailable:     524288 kB\n")
+    assert build.job_count() == 1
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(build.Path, "read_text", lambda _: "MemAvailable: 99999999 kB\n")
+    assert build.job_count() == 2
+    monkeypatch.setenv("MAX_JOBS", "7")
+    assert build.job_count() == 7
+    monkeypatch.setenv("MAX_JOBS", "many")
+    with pytest.raises(SystemExit, match="MAX_JOBS='many' is not accepted"):
+        build.job_count()
+
+
+@pytest.mark.parametrize(
+    "source", sorted((ROOT / "csrc" / "cpu" / "kernels").glob("*.cpp")), ids=lambda path: path.stem
+)
+def test_kernels_of_an_instruction_set_share_no_symbol_with_those_of_another(build, source, tmp_path):
+    """A function with vague linkage is kept once for all sets: AVX-512 code could reach a machine without it."""
+    compiler, nm = shutil.which(os.environ.get("CXX", "c++")), shutil.which("nm")
+    if compiler is None or nm is None:
+        pytest.skip("needs a C++ compiler and nm")
+    defined = {}
+    for isa, flags in build.ISA_FLAGS.items():
+        out = tmp_path / f"{isa}.o"
+        # Without optimisation nothing is inlined away: every shared symbol shows.
+        options = [flag for flag in build.CXX_FLAGS if flag != "-O3"]
+        subprocess.run([compiler, *options, "-O0", *flags, f"-DPFL_ISA={isa}", "-c", source, "-o", out], check=True)
+        listed = subprocess.run([nm, "--defined-only", "-C", out], check=True, capture_output=True, text=True).stdout
+        rows = [line.split(maxsplit=2)[1:] for line in listed.splitlines()]
+        shared = [name for kind, name in rows if kind in "WwVvu"]
+        assert shared == []
+        defined[isa] = {name for kind, name in rows if kind.isupper()}
+        assert all(f"pfl::cpu::{isa}::" in name for name in defined[isa])
+    assert all(defined.values())
