@@ -101,7 +101,7 @@ abi: build $(ABI)/tools ## the built library unchanged under torch 2.13 and unde
 	$(ABI)/bin/pytest python_tests/ops
 
 sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
-	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 PFL_EMULATOR_VARIANT=sanitized \
+	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \
 	  $(BIN)/pytest python_tests/emulator python_tests/common python_tests/cuda
 
 cuda-check: $(VENV)/tools ## compile all CUDA code with warnings as errors; fail on a register spill

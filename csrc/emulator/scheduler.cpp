@@ -322,8 +322,8 @@ void Grid::make_runnable(CudaThread& thread) {
 }
 
 void Grid::wait() {
-  running_->fiber->suspend();
-  if (cancelled_) throw Cancelled{};
+  if (!cancelled_) running_->fiber->suspend();
+  if (cancelled_) throw Cancelled{};  // also where a kernel caught the first one and goes on
 }
 
 unsigned Grid::block_barrier(const CallSite& site, bool predicate) {

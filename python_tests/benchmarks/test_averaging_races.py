@@ -6,6 +6,7 @@ import pytest
 import torch
 from pfl_ext.benchmarks import averaging, machine
 from pfl_ext.benchmarks.case import Case, Contestant, Expected, Grid, Skipped, WrongResult, flatten
+from pfl_ext.benchmarks.measure import ReadBandwidth, race
 from pfl_ext.benchmarks.opponents import averaging as opponents
 
 FAMILY = averaging.FAMILY
@@ -20,7 +21,8 @@ def test_every_contestant_equals_the_float64_reference(dtype):
     races = [c for c in cases(shapes=("lenet",), clients=(1, 3), dtypes=(dtype,), threads=(1,)) if isinstance(c, Case)]
     assert {(c.spec.op, c.spec.clients) for c in races} == {(op, count) for op in FAMILY.ops for count in (1, 3)}
     for case in races:
-        case.check()
+        for contestant in case.contestants:
+            case.check(contestant, contestant.run())
 
 
 def test_opponents_agree_on_a_sum_done_by_hand():
@@ -75,7 +77,7 @@ def test_a_client_too_few_is_found_out():
     models = averaging.ClientModels("lenet", 8, "float32")
     forgetful = Contestant("forgetful", "naive", lambda: models.matrix[1:].mean(0), torch.float32)
     with pytest.raises(WrongResult, match=r"forgetful is wrong in \d+ of 62006 values"):
-        replace(case, contestants=[*case.contestants, forgetful]).check()
+        race(replace(case, contestants=[*case.contestants, forgetful]), 1, 1.0, ReadBandwidth())
 
 
 @pytest.mark.parametrize("result", [[1.0, 2.0 + 1e-5], [1.0, float("nan")], [1.0]])

@@ -10,6 +10,8 @@ import fcntl
 import functools
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,25 +70,29 @@ def compiler() -> str:
     raise CompilerMissing(f"no C++ compiler: tried {', '.join(candidates)}; install g++ or set CXX")
 
 
+def escape(path: Path) -> str:
+    """The path as ninja reads it: space, colon and dollar are its syntax."""
+    return re.sub(r"([ :$])", r"$\1", str(path))
+
+
 def build(variant: str = "plain", verbose: bool = False) -> Path:
     """Brings the module up to date and returns its path."""
     if variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose one of {', '.join(VARIANTS)}")
-    # Imported here so that a machine without them can still say that it has no compiler.
+    cxx = compiler()
     import ninja
     import pybind11
 
     directory = REPOSITORY / "build" / f"emulator-{variant}"
     module = f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}"
-    include_paths = [SOURCES, *(Path(path) for path in (pybind11.get_include(), sysconfig.get_path("include")))]
-    # Not our headers, not our warnings.
-    includes = [f"-I{include_paths[0]}", *(f"-isystem {path}" for path in include_paths[1:])]
-    flags = [*COMMON_FLAGS, *VARIANTS[variant], *includes]
+    flags = [*COMMON_FLAGS, *VARIANTS[variant], f"-I{SOURCES}"]
+    for path in (pybind11.get_include(), sysconfig.get_path("include")):
+        flags += ["-isystem", path]  # not our headers, not our warnings
     sources = sorted((SOURCES / "emulator").glob("*.cpp"))
     objects = [f"{source.stem}.o" for source in sources]
     rules = [
-        f"cxx = {compiler()}",
-        f"flags = {' '.join(flags)}",
+        f"cxx = {cxx}",
+        f"flags = {shlex.join(flags).replace('$', '$$')}",
         "rule compile",
         "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
@@ -95,7 +101,7 @@ def build(variant: str = "plain", verbose: bool = False) -> Path:
         "rule link",
         "  command = $cxx $flags -shared $in -o $out",
         "  description = link $out",
-        *(f"build {obj}: compile {source}" for obj, source in zip(objects, sources, strict=True)),
+        *(f"build {obj}: compile {escape(source)}" for obj, source in zip(objects, sources, strict=True)),
         f"build {module}: link {' '.join(objects)}",
         f"default {module}",
         "",
