@@ -30,6 +30,9 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ABI := .venv-abi
 WHEELS := build/wheels$(subst /,-,$(VENV))
 
+# Warnings and register spills are errors; ptxas reports on every kernel.
+STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
+
 # Versions: constraints.txt.
 TEST_TOOLS := pytest hypothesis numpy
 DEV_TOOLS := $(TEST_TOOLS) pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
@@ -57,7 +60,7 @@ endif
 # A wheel's name depends on the platform, so a stamp stands for it.
 $(WHEELS)/built: $(VENV)/tools $(PACKAGE)
 	@rm -rf $(WHEELS) && mkdir -p $(WHEELS)
-	$(BIN)/python -m pip -v wheel --no-build-isolation --no-deps -w $(WHEELS) . > $(WHEELS)/log 2>&1 || { tail -n 60 $(WHEELS)/log; exit 1; }
+	PFL_EXT_NVCC_FLAGS="$(STRICT_NVCC)" $(BIN)/python -m pip -v wheel --no-build-isolation --no-deps -w $(WHEELS) . > $(WHEELS)/log 2>&1 || { tail -n 60 $(WHEELS)/log; exit 1; }
 	@grep -h '^ *pfl_ext: building' $(WHEELS)/log || true
 	@touch $@
 
@@ -104,8 +107,8 @@ sanitized: build ## the emulated CUDA kernels under AddressSanitizer and Undefin
 	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \
 	  $(BIN)/pytest python_tests/emulator python_tests/common python_tests/cuda
 
-cuda-check: $(VENV)/tools ## compile all CUDA code with warnings as errors; fail on a register spill
-	$(BIN)/python .ci/cuda_check.py
+cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
+	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
