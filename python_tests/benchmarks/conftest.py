@@ -1,8 +1,12 @@
-"""Makes ``pfl_ext.benchmarks`` importable from the source tree too, where an installation has not put it in place."""
+"""Makes ``pfl_ext.benchmarks`` importable in the source tree too, where no installation has put it in place."""
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import torch
 
 import pfl_ext
 
@@ -16,3 +20,12 @@ if importlib.util.find_spec("pfl_ext.benchmarks") is None:
     sys.modules["pfl_ext.benchmarks"] = package
     spec.loader.exec_module(package)
     pfl_ext.benchmarks = package  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine are all that could make these tests slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
