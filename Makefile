@@ -27,7 +27,6 @@ VENV := .venv$(if $(filter cpu,$(TORCH)),-cpu)
 endif
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check -q
-ABI := .venv-abi
 WHEELS := build/wheels$(subst /,-,$(VENV))
 
 # Warnings and register spills are errors; ptxas reports on every kernel.
@@ -88,20 +87,28 @@ lint: $(VENV)/tools ## ruff, mypy, clang-format
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
-# The one CPU library under the newest torch (in $(VENV)) and under torch 2.13, without building it again.
-$(ABI)/tools: constraints.txt Makefile
-	test -x $(ABI)/bin/python || $(PYTHON) -m venv $(ABI)
-	$(ABI)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -c constraints.txt $(TORCH_cpu) $(TEST_TOOLS)
+# One library, built once, under the oldest torch we can test and under the newest there is. CI sets NEWEST=$(VENV), the
+# pinned torch, to save the download.
+OLDEST := .venv-oldest
+NEWEST ?= .venv-newest
+
+$(OLDEST)/tools: constraints.txt Makefile
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -c constraints.txt $(TORCH_cpu) $(TEST_TOOLS)
 	@touch $@
 
-abi: build $(ABI)/tools ## the built library unchanged under torch 2.13 and under the newest
-	$(ABI)/bin/python -m pip --disable-pip-version-check -q install --force-reinstall --no-deps $(WHEELS)/*.whl
-	@for python in $(BIN)/python $(ABI)/bin/python; do \
-	  $$python -c "import hashlib, pathlib, torch, pfl_ext; from pfl_ext import _native; \
+.venv-newest/tools: constraints.txt Makefile
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -c constraints.txt -U torch $(TEST_TOOLS)
+	@touch $@
+
+abi: build $(OLDEST)/tools $(NEWEST)/tools ## the built library unchanged under torch 2.13 and under the newest
+	@for env in $(OLDEST) $(NEWEST); do \
+	  $$env/bin/python -m pip --disable-pip-version-check -q install --force-reinstall --no-deps $(WHEELS)/*.whl || exit 1; \
+	  $$env/bin/python -c "import hashlib, pathlib, torch, pfl_ext; from pfl_ext import _native; \
 	library = pathlib.Path(pfl_ext.__file__).with_name('_C.abi3.so'); assert _native.status()['cpu'].loaded; \
-	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; done
-	$(BIN)/pytest python_tests/ops
-	$(ABI)/bin/pytest python_tests/ops
+	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; \
+	  $$env/bin/pytest -q python_tests/ops || exit 1; done
 
 sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \

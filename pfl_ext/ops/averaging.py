@@ -217,14 +217,17 @@ class _Model:
 
     @staticmethod
     def of(model: Any, what: str) -> _Model:
+        names: list[str] | None = None
         if isinstance(model, nn.Module):
             model = model.state_dict()
-        if isinstance(model, Mapping):
+        if type(model) is list:  # by far the most frequent form; the tests below are slow ones
+            tensors = model
+        elif isinstance(model, Mapping):
             names, tensors = list(model.keys()), list(model.values())
         elif isinstance(model, Tensor):
             return _Model(None, [model])
         elif isinstance(model, Iterable):
-            names, tensors = None, list(model)
+            tensors = list(model)
         else:
             raise TypeError(
                 f"{what} is a {type(model).__name__}; a module, a state dict or a list of tensors is accepted"
@@ -441,14 +444,18 @@ def _combine(
     models, vector = _screen(models, vector, nonfinite, normalize)
 
     flat = [m.tensors[t] for m in models for t in floating]
+    graph = torch.is_grad_enabled() and (vector.requires_grad or any(x.requires_grad for x in flat))
     results: dict[int, Tensor] = {}
     try:
-        if target is None and start is None:
+        if graph and target is None and start is None:
             results = dict(zip(floating, _weighted_average(flat, vector), strict=True))
         else:
             with torch.no_grad():
                 begin = [] if start is None else [start.tensors[t] for t in floating]
-                new = [torch.empty_like(x) for x in begin] if target is None else [target.tensors[t] for t in floating]
+                if target is not None:
+                    new = [target.tensors[t] for t in floating]
+                else:
+                    new = [torch.empty_like(first.tensors[t]) for t in floating]
                 if start is None:
                     _weighted_average_out(new, flat, vector)
                 else:
@@ -576,27 +583,37 @@ class StreamingAverage:
         self._first: _Model | None = None
         self._restore = _restorer(())
         self._sums: list[Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._floating: list[int] = []
+        self._integral: list[int] = []
 
     def add(self, client: Model | Tensor, weight: float = 1.0) -> bool:
         """Add one client; False if it was skipped. An error leaves the average as it was."""
         weight = float(weight)
+        what = f"client {self.clients + self.skipped}"
         if not math.isfinite(weight) or (self.normalize and weight < 0):
             kind = "not negative" if math.isfinite(weight) else "finite"
-            raise ValueError(f"the weight of client {self.clients + self.skipped} is {weight}; it must be {kind}")
-        what = f"client {self.clients + self.skipped}"
+            raise ValueError(f"the weight of {what} is {weight}; it must be {kind}")
         model = _Model.of(client, what)
-        if self._first is not None:
-            model = model.like(self._first, what)
-            _explain([self._first, model], [])
-        else:
-            for t, x in enumerate(model.tensors):
+        tensors = model.tensors
+        first = self._first
+        if first is None:
+            for t, x in enumerate(tensors):
                 if x.is_complex() or (x.is_floating_point() and x.dtype not in _FLOATS):
-                    raise TypeError(
-                        f"tensor {model.name(t)} is {_describe(x)}; floating and integer types are accepted"
-                    )
+                    raise TypeError(f"tensor {model.name(t)} is {_describe(x)}; floats and integers are accepted")
+        else:
+            model = model.like(first, what)
+            tensors = model.tensors
+            # Shapes and devices of the floating tensors are the op's to check; it cannot tell float16 from float32.
+            if [x.dtype for x in tensors] != self._dtypes or any(
+                (tensors[t].shape, tensors[t].device) != (self._sums[t].shape, self._sums[t].device)
+                for t in self._integral
+            ):
+                _explain([first, model], [])
+        floating = self._floating if first else [t for t, x in enumerate(tensors) if x.is_floating_point()]
+        values = [tensors[t] for t in floating]
         if self.nonfinite != "propagate":
-            floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
-            bad = _nonfinite([model.tensors[t] for t in floating]).nonzero().flatten().tolist() if floating else []
+            bad = _nonfinite(values).nonzero().flatten().tolist() if values else []
             if bad and self.nonfinite == "raise":
                 raise ValueError(
                     f"tensor {model.name(floating[bad[0]])} of {what} holds infinity or NaN; nonfinite='skip' skips it"
@@ -606,25 +623,32 @@ class StreamingAverage:
                 self._skipped_weight += weight
                 return False
         with torch.no_grad():
-            if self._first is None:
-                self._restore = _restorer(client)
-                self._sums = [self._empty_sum(x) for x in model.tensors]
-                # Shapes and types are kept for the checks; values only where integers="first" needs them.
-                kept = [
-                    x.clone()
-                    if self.integers == "first" and not x.is_floating_point()
-                    else x.new_empty(()).expand(x.shape)
-                    for x in model.tensors
-                ]
-                self._first = _Model(model.names, kept)
-            floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
-            _accumulate([self._sums[t] for t in floating], [model.tensors[t] for t in floating], weight)
-            for t, x in enumerate(model.tensors):
-                if not x.is_floating_point():
-                    self._sums[t] += weight * x.double()
+            if first is None:
+                self._begin(client, model, floating)
+            try:
+                _accumulate([self._sums[t] for t in floating], values, weight)
+            except (RuntimeError, ValueError):
+                if self._first is not None:
+                    _explain([self._first, model], [])
+                raise
+            for t in self._integral:
+                self._sums[t] += weight * tensors[t].double()
         self.clients += 1
         self._weight += weight
         return True
+
+    def _begin(self, client: Any, model: _Model, floating: list[int]) -> None:
+        """Sums like the first client, and what the others are compared with."""
+        self._restore = _restorer(client)
+        self._dtypes = [x.dtype for x in model.tensors]
+        self._floating = floating
+        self._integral = [t for t in range(len(model.tensors)) if t not in set(floating)]
+        self._sums = [self._empty_sum(x) for x in model.tensors]
+        # Shapes and types; values only where integers="first" needs them.
+        kept = [x.new_empty(()).expand(x.shape) for x in model.tensors]
+        for t in self._integral if self.integers == "first" else ():
+            kept[t] = model.tensors[t].clone()
+        self._first = _Model(model.names, kept)
 
     @staticmethod
     def _empty_sum(x: Tensor) -> Tensor:
@@ -644,23 +668,26 @@ class StreamingAverage:
         writable = range(len(first.tensors)) if target is None else _check_target(target, "out")
         if self.integers == "server" and target is None and any(not x.is_floating_point() for x in first.tensors):
             raise ValueError("integers='server' keeps the server's integer tensors: give the server's model as out=")
-        divisor = self._weight if self.normalize else self._weight / (self._weight + self._skipped_weight or 1.0)
-        if not self.normalize and not self.skipped:
-            divisor = 1.0
-        values: list[Tensor] = []
+        divisor = self._weight if self.normalize else 1.0
+        if not self.normalize and self.skipped:
+            divisor = self._weight / (self._weight + self._skipped_weight)
+        kept = [] if self.integers == "round" else self._integral
         with torch.no_grad():
-            for t, x in enumerate(first.tensors):
-                if x.is_floating_point():
-                    values.append((self._sums[t] / divisor).to(x.dtype))
-                elif self.integers == "first":
-                    values.append(x.clone())
-                elif self.integers == "server":
-                    values.append(x)  # not written below
-                else:
-                    values.append(_round_to(self._sums[t] / divisor, x.dtype))
-            if target is None:
-                return self._restore(values)
+            values = list(first.tensors)
             for t in writable:
-                if first.tensors[t].is_floating_point() or self.integers != "server":
-                    target.tensors[t].copy_(values[t])
-        return out
+                if t in kept:
+                    continue
+                value = self._sums[t] / divisor
+                values[t] = (
+                    value.to(self._dtypes[t])
+                    if self._dtypes[t].is_floating_point
+                    else _round_to(value, self._dtypes[t])
+                )
+                if target is not None:
+                    values[t] = target.tensors[t].copy_(values[t])
+            if self.integers == "first":
+                for t in kept:
+                    values[t] = (
+                        first.tensors[t].clone() if target is None else target.tensors[t].copy_(first.tensors[t])
+                    )
+        return self._restore(values) if target is None else out

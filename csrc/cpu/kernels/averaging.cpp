@@ -7,45 +7,62 @@
 namespace pfl::cpu::PFL_ISA {
 namespace {
 
-// Elements that are summed over all clients before moving on: the sum stays in the first-level cache, so each
-// client's values are read once from memory and the output is written once.
-constexpr int64_t kBlock = 2048;
-// Clients read side by side in one loop. Four streams hide more memory latency than one, and the running sum is
-// loaded and stored a quarter as often.
+// Elements that are summed over all clients before moving on: the sum stays in the nearest caches, so each client's
+// values are read once from memory and the output is written once.
+constexpr int64_t kBlock = 4096;
+// Clients read side by side in one loop. Four streams hide more memory latency than one (20 against 11 GB/s on one core
+// of an EPYC 7003), and the running sum is loaded and stored a quarter as often.
 constexpr int kGroup = 4;
 
-template <typename A, int kClients, bool kFirst, bool kDelta>
-void add_clients(int64_t n, const A* const* x, const A* w, const A* __restrict server, A* __restrict sum) {
-  const A* __restrict x0 = x[0];
-  const A* __restrict x1 = kClients > 1 ? x[1] : nullptr;
-  const A* __restrict x2 = kClients > 2 ? x[2] : nullptr;
-  const A* __restrict x3 = kClients > 3 ? x[3] : nullptr;
+// What the loops read. gcc 12 vectorises the conversion of everything but half, which is therefore converted a block
+// at a time, by intrinsics.
+template <typename T>
+using Row = std::conditional_t<std::is_same_v<T, half>, float, T>;
+template <typename T>
+constexpr int64_t kBuffer = std::is_same_v<T, half> ? kBlock : 1;
+
+template <typename T>
+const Row<T>* as_row(const T* x, int64_t n, [[maybe_unused]] float* buffer) {
+  if constexpr (std::is_same_v<T, half>) {
+    return as_accumulate(x, n, buffer);
+  } else {
+    (void)n;
+    return x;
+  }
+}
+
+template <typename R, int kClients, bool kFirst, bool kDelta, typename A = accumulate_t<R>>
+void add_clients(int64_t n, const R* const* x, const A* w, const A* __restrict server, A* __restrict sum) {
+  const R* __restrict x0 = x[0];
+  const R* __restrict x1 = kClients > 1 ? x[1] : nullptr;
+  const R* __restrict x2 = kClients > 2 ? x[2] : nullptr;
+  const R* __restrict x3 = kClients > 3 ? x[3] : nullptr;
   const A w0 = w[0];
   const A w1 = kClients > 1 ? w[1] : A(0);
   const A w2 = kClients > 2 ? w[2] : A(0);
   const A w3 = kClients > 3 ? w[3] : A(0);
   for (int64_t i = 0; i < n; ++i) {
-    const A s = kDelta ? server[i] : A(0);
     A a = kFirst ? A(0) : sum[i];
-    a += w0 * (kDelta ? x0[i] - s : x0[i]);
-    if constexpr (kClients > 1) a += w1 * (kDelta ? x1[i] - s : x1[i]);
-    if constexpr (kClients > 2) a += w2 * (kDelta ? x2[i] - s : x2[i]);
-    if constexpr (kClients > 3) a += w3 * (kDelta ? x3[i] - s : x3[i]);
+    const auto value = [&](R element) { return kDelta ? to_accumulate(element) - server[i] : to_accumulate(element); };
+    a += w0 * value(x0[i]);
+    if constexpr (kClients > 1) a += w1 * value(x1[i]);
+    if constexpr (kClients > 2) a += w2 * value(x2[i]);
+    if constexpr (kClients > 3) a += w3 * value(x3[i]);
     sum[i] = a;
   }
 }
 
-template <typename A, bool kFirst, bool kDelta>
-void add_group(int64_t count, int64_t n, const A* const* x, const A* w, const A* server, A* sum) {
+template <typename R, bool kFirst, bool kDelta, typename A = accumulate_t<R>>
+void add_group(int64_t count, int64_t n, const R* const* x, const A* w, const A* server, A* sum) {
   switch (count) {
     case 1:
-      return add_clients<A, 1, kFirst, kDelta>(n, x, w, server, sum);
+      return add_clients<R, 1, kFirst, kDelta>(n, x, w, server, sum);
     case 2:
-      return add_clients<A, 2, kFirst, kDelta>(n, x, w, server, sum);
+      return add_clients<R, 2, kFirst, kDelta>(n, x, w, server, sum);
     case 3:
-      return add_clients<A, 3, kFirst, kDelta>(n, x, w, server, sum);
+      return add_clients<R, 3, kFirst, kDelta>(n, x, w, server, sum);
     default:
-      return add_clients<A, 4, kFirst, kDelta>(n, x, w, server, sum);
+      return add_clients<R, 4, kFirst, kDelta>(n, x, w, server, sum);
   }
 }
 
@@ -55,24 +72,23 @@ void average(int64_t offset, int64_t n, int64_t clients, const void* const* x, c
   using A = accumulate_t<T>;
   alignas(64) A sum[kBlock];
   alignas(64) A server_buffer[kDelta && !kIsAccumulateType<T> ? kBlock : 1];
-  alignas(64) A client_buffer[kIsAccumulateType<T> ? 1 : kGroup][kIsAccumulateType<T> ? 1 : kBlock];
+  alignas(64) float client_buffer[kGroup][kBuffer<T>];
   for (int64_t begin = offset; begin < offset + n; begin += kBlock) {
     const int64_t block = offset + n - begin < kBlock ? offset + n - begin : kBlock;
     const A* s = nullptr;
     if constexpr (kDelta) s = as_accumulate(static_cast<const T*>(server) + begin, block, server_buffer);
     for (int64_t first = 0; first < clients; first += kGroup) {
       const int64_t count = clients - first < kGroup ? clients - first : kGroup;
-      const A* rows[kGroup] = {};
+      const Row<T>* rows[kGroup] = {};
       A w[kGroup] = {};
       for (int64_t c = 0; c < count; ++c) {
-        rows[c] = as_accumulate(static_cast<const T*>(x[first + c]) + begin, block,
-                                client_buffer[kIsAccumulateType<T> ? 0 : c]);
+        rows[c] = as_row(static_cast<const T*>(x[first + c]) + begin, block, client_buffer[c]);
         w[c] = static_cast<A>(weights[first + c]);
       }
       if (first == 0) {
-        add_group<A, true, kDelta>(count, block, rows, w, s, sum);
+        add_group<Row<T>, true, kDelta>(count, block, rows, w, s, sum);
       } else {
-        add_group<A, false, kDelta>(count, block, rows, w, s, sum);
+        add_group<Row<T>, false, kDelta>(count, block, rows, w, s, sum);
       }
     }
     if constexpr (kDelta) {
@@ -99,12 +115,12 @@ void accumulate(DType dtype, int64_t offset, int64_t n, const void* x, double we
   visit_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = accumulate_t<T>;
-    alignas(64) A buffer[kIsAccumulateType<T> ? 1 : kBlock];
+    alignas(64) float buffer[kBuffer<T>];
     const A w = static_cast<A>(weight);
     for (int64_t begin = offset; begin < offset + n; begin += kBlock) {
       const int64_t block = offset + n - begin < kBlock ? offset + n - begin : kBlock;
-      const A* row = as_accumulate(static_cast<const T*>(x) + begin, block, buffer);
-      add_clients<A, 1, false, false>(block, &row, &w, nullptr, static_cast<A*>(sum) + begin);
+      const Row<T>* row = as_row(static_cast<const T*>(x) + begin, block, buffer);
+      add_clients<Row<T>, 1, false, false, A>(block, &row, &w, nullptr, static_cast<A*>(sum) + begin);
     }
   });
 }
