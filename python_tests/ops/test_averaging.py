@@ -287,10 +287,11 @@ def test_server_may_be_updated_in_place(device):
 
 
 def test_out_that_overlaps_a_client_elsewhere_is_computed_as_if_all_were_read_first(device):
-    memory = torch.arange(20.0, device=device)
-    clients = [[memory[0:8]], [memory[6:14]]]
+    # Larger than what a kernel reads before it writes.
+    memory = torch.arange(60000.0, device=device)
+    clients = [[memory[0:40000]], [memory[10000:50000]]]
     expected = weighted_average([[c[0].clone()] for c in clients])[0]
-    out = [memory[3:11]]
+    out = [memory[9000:49000]]
     weighted_average(clients, out=out)
     assert torch.equal(out[0], expected)
 
