@@ -30,9 +30,7 @@ struct Perturbation {
 [[maybe_unused]] static inline Perturbation make_perturbation(double p, bool literal) {
   const double exponent = 1.0 / (p - 1.0);
   const double q = p == 1.0 ? exponent : isinf(p) ? 1.0 : p / (p - 1.0);
-  const PerturbForm form = p == 2.0    ? PerturbForm::kEuclidean
-                           : isinf(p) ? PerturbForm::kSign
-                                      : PerturbForm::kPower;
+  const PerturbForm form = p == 2.0 ? PerturbForm::kEuclidean : isinf(p) ? PerturbForm::kSign : PerturbForm::kPower;
   return {form, p, q, exponent, literal};
 }
 
@@ -89,10 +87,10 @@ PFL_HD A to_scale(double scale) {
 PFL_HD float power(float x, float y) { return powf(x, y); }
 PFL_HD double power(double x, double y) { return pow(x, y); }
 
-// With the sign of g; zero stays zero and NaN stays NaN.
+// With the sign of g: zero where g is zero, NaN where g or the magnitude is.
 template <typename A>
 PFL_HD A with_sign_of(A g, A magnitude) {
-  return g > A(0) ? magnitude : g < A(0) ? -magnitude : g;
+  return g > A(0) ? magnitude : g < A(0) ? -magnitude : g * magnitude;
 }
 
 template <PerturbForm kForm, typename A>

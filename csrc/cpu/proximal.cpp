@@ -56,16 +56,16 @@ TensorList squared_distance_backward(const Tensor& grad, const TensorList& a, co
   if (!grad.is_cpu() || grad.numel() != 1 || grad.scalar_type() != glue::sum_type(problem.lists.dtypes)) {
     glue::fail(op, ": the gradient is ", glue::describe(grad), "; one number of the distance's type is expected");
   }
-  const double upstream = grad.scalar_type() == glue::ScalarType::Double ? *static_cast<const double*>(grad.const_data_ptr())
-                                                                         : *static_cast<const float*>(grad.const_data_ptr());
+  const double upstream = grad.scalar_type() == glue::ScalarType::Double
+                              ? *static_cast<const double*>(grad.const_data_ptr())
+                              : *static_cast<const float*>(grad.const_data_ptr());
   const ProximalKernels& kernels = proximal();
-  for_each_piece(plan_bundles(problem.lists.sizes, kPieceElements), /*backwards=*/false,
-                 [&](int64_t, const Piece& piece) {
-                   const int64_t t = piece.tensor;
-                   kernels.gradient(problem.lists.dtypes[t], piece.offset, piece.length, 2.0 * upstream,
-                                    problem.lists.pointer(0, t), problem.lists.pointer(1, t), problem.to(0, t),
-                                    problem.to(1, t));
-                 });
+  for_each_piece(
+      plan_bundles(problem.lists.sizes, kPieceElements), /*backwards=*/false, [&](int64_t, const Piece& piece) {
+        const int64_t t = piece.tensor;
+        kernels.gradient(problem.lists.dtypes[t], piece.offset, piece.length, 2.0 * upstream,
+                         problem.lists.pointer(0, t), problem.lists.pointer(1, t), problem.to(0, t), problem.to(1, t));
+      });
   return problem.out;
 }
 

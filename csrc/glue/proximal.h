@@ -20,7 +20,8 @@ struct ProximalProblem {
            "; finite numbers that are not negative are accepted");
     }
     if (step.nesterov && (!has_buffers || step.dampening != 0)) {
-      fail(op, ": nesterov needs momentum and no dampening; momentum is ", step.momentum, ", dampening ", step.dampening);
+      fail(op, ": nesterov needs momentum and no dampening; momentum is ", step.momentum, ", dampening ",
+           step.dampening);
     }
     if (has_buffers != !buffers.empty() && !params.empty()) {
       fail(op, ": ", buffers.size(), " momentum buffers with momentum ", step.momentum);

@@ -24,9 +24,10 @@ inline std::vector<int64_t> backup_offsets(const std::vector<int64_t>& sizes, co
 }
 
 inline void check_backup(const char* op, const Tensor& backup, const std::vector<Tensor>& params, int64_t bytes) {
-  if (backup.scalar_type() != ScalarType::Byte || backup.dim() != 1 || !backup.is_contiguous() || backup.numel() < bytes ||
-      (!params.empty() && (backup.is_cpu() != params[0].is_cpu() ||
-                           backup.get_device_index() != params[0].get_device_index()))) {
+  if (backup.scalar_type() != ScalarType::Byte || backup.dim() != 1 || !backup.is_contiguous() ||
+      backup.numel() < bytes ||
+      (!params.empty() &&
+       (backup.is_cpu() != params[0].is_cpu() || backup.get_device_index() != params[0].get_device_index()))) {
     fail(op, ": the backup is ", describe(backup), "; a contiguous vector of at least ", bytes,
          " bytes (uint8) on the params' device is needed");
   }
@@ -48,7 +49,8 @@ struct PerturbProblem {
                  const std::vector<int64_t>& group_indices, int64_t group_count, double p, bool literal, bool per_layer,
                  double rho, bool on_cpu)
       : groups(group_indices), layers(group_count), norms(per_layer ? group_count : 1) {
-    if (!(rho >= 0) || std::isinf(rho)) fail(op, ": rho is ", rho, "; a finite number that is not negative is accepted");
+    if (!(rho >= 0) || std::isinf(rho))
+      fail(op, ": rho is ", rho, "; a finite number that is not negative is accepted");
     if (!(p >= 1)) fail(op, ": p is ", p, "; 1 or more is accepted");
     if (literal && (p == 1 || std::isinf(p))) fail(op, ": the literal exponent p - 1 needs 1 < p < infinity, p is ", p);
     check_groups(op, groups, params.size(), group_count);
@@ -106,7 +108,8 @@ struct ScoreProblem {
   ScoreProblem(const char* op, const std::vector<Tensor>& a, const std::vector<Tensor>& b,
                const std::vector<int64_t>& group_indices, int64_t count, bool on_cpu)
       : groups(group_indices) {
-    if (a.empty() || count < 1) fail(op, ": ", a.size(), " tensors in ", count, " groups; at least one of each is needed");
+    if (a.empty() || count < 1)
+      fail(op, ": ", a.size(), " tensors in ", count, " groups; at least one of each is needed");
     check_groups(op, groups, a.size(), count);
     lists.emplace(op, std::vector<ListRole>{{"a", a, false}, {"b", b, false}}, on_cpu);
     elements.assign(count, 0);

@@ -176,7 +176,7 @@ def _perturb_reference(
         else:
             exponent = 1 / (p - 1) if p > 1 else math.inf
             magnitude = (value.abs() / maxima[norm].to(accumulate)) ** exponent
-            step = torch.where(value == 0, value, scale * magnitude * value.sign())
+            step = torch.where(value == 0, value * scale, scale * magnitude * value.sign())
         step = torch.where(value.isnan(), value, step)  # sign(NaN) is 0
         w.copy_(torch.where(scale == 0, w, (w.to(accumulate) + step).to(w.dtype)))
 

@@ -54,7 +54,8 @@ void copy(int64_t bytes, const void* from, void* to, bool stream) {
 double squares(DType dtype, int64_t offset, int64_t n, const void* x, const void* y) {
   return visit_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return sum_of_squares(static_cast<const T*>(x) + offset, y == nullptr ? nullptr : static_cast<const T*>(y) + offset, n);
+    return sum_of_squares(static_cast<const T*>(x) + offset, y == nullptr ? nullptr : static_cast<const T*>(y) + offset,
+                          n);
   });
 }
 
@@ -91,7 +92,8 @@ void perturb_block(int64_t n, const A* __restrict grad, A scale, A maximum, A ex
 }
 
 template <typename T, PerturbForm kForm>
-void perturb(int64_t n, double scale, double maximum, double exponent, const T* grad, T* weight, T* backup, bool stream) {
+void perturb(int64_t n, double scale, double maximum, double exponent, const T* grad, T* weight, T* backup,
+             bool stream) {
   using A = accumulate_t<T>;
   alignas(64) A grad_buffer[kIsAccumulateType<T> ? 1 : kBlock];
   alignas(64) A weight_buffer[kIsAccumulateType<T> ? 1 : kBlock];

@@ -1,4 +1,5 @@
-// Norms, perturbation and restoration over raw pointers, serial: the glue cuts the work and calls these from its threads.
+// Norms, perturbation and restoration over raw pointers, serial: the glue cuts the work and calls these from its
+// threads.
 #pragma once
 
 #include "common/sharpness.h"
