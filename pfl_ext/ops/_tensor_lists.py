@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def check_lists(**lists: Sequence[Tensor]) -> None:
                 raise ValueError(f"tensor {t} of {name} is {describe(x)}, of {first_name} {describe(reference)}")
 
 
-def check_memory(written: dict[str, Sequence[Tensor]], read: dict[str, Sequence[Tensor]]) -> None:
+def check_memory(written: Mapping[str, Sequence[Tensor]], read: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise an error where written tensors overlap each other, or a read one in another way than being the same one."""
     spans: list[tuple[int, int, int, str, Tensor]] = []
     for name, tensors in [*written.items(), *read.items()]:

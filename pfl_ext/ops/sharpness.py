@@ -269,7 +269,9 @@ def _tensors_of(model: Model, what: str) -> tuple[list[str] | None, list[Tensor]
     if isinstance(model, Mapping):
         return list(model.keys()), list(model.values())
     if isinstance(model, Tensor) or not isinstance(model, Iterable):
-        raise TypeError(f"{what} is {describe(model)}; a module, a dict of named tensors or a list of tensors is accepted")
+        raise TypeError(
+            f"{what} is {describe(model)}; a module, a dict of named tensors or a list of tensors is accepted"
+        )
     return None, list(model)
 
 
@@ -308,7 +310,9 @@ def personalization_scores(a: Model, b: Model, groups: Sequence[int] | Mapping[s
         indices = list(range(len(first))) if names is None else layer_groups(names)
     elif isinstance(groups, Mapping):
         if names is None or (missing := [name for name in names if name not in groups]):
-            raise ValueError(f"groups by name need a group for each of the named tensors; missing: {missing if names else 'names'}")
+            raise ValueError(
+                f"groups by name need a group for each of the named tensors; missing: {missing if names else 'names'}"
+            )
         indices = [groups[name] for name in names]
     else:
         indices = list(groups)
@@ -394,19 +398,19 @@ def lwsam_perturb_(
     if not params:
         check_lists(params=params, grads=grads)
         return torch.empty(0, dtype=torch.uint8)
+    vector: Tensor | None = None
     with torch.no_grad():
         try:
             if scores is not None:
-                scores = _as_scores(scores, params[0].device)
-                layers = scores.numel()
+                vector = _as_scores(scores, params[0].device)
+                layers = vector.numel()
             if backup is None:
                 backup = torch.empty(_backup_bytes(params), dtype=torch.uint8, device=params[0].device)
-            _perturb(params, backup, grads, scores, groups, layers, rho, p, literal_exponent, norm == "layer")
+            _perturb(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, norm == "layer")
         except (RuntimeError, TypeError, AttributeError):
-            if backup is None:
-                check_lists(params=params, grads=grads)
-            else:
-                _perturb_check(params, backup, grads, scores, groups, layers, rho, p, literal_exponent, norm == "layer")
+            check_lists(params=params, grads=grads)
+            if backup is not None:
+                _perturb_check(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, norm == "layer")
             raise
         torch.autograd.graph.increment_version(params)
     return backup

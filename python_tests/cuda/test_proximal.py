@@ -35,7 +35,9 @@ def arrays(tensors):
 
 
 def same_bits(a, b):
-    return all(np.array_equal(as_numpy(x).view(np.uint8), as_numpy(y).view(np.uint8)) for x, y in zip(a, b, strict=True))
+    return all(
+        np.array_equal(as_numpy(x).view(np.uint8), as_numpy(y).view(np.uint8)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def random_tensors(sizes, dtype, seed, offset=0):
@@ -54,7 +56,9 @@ def test_the_step_has_the_bits_of_the_reference_over_chunk_boundaries(emulator, 
         buffers = []
     other, other_buffers = [x.clone() for x in params], [x.clone() for x in buffers]
     emulator.reset_launch_count()
-    emulator.proximal_step(name(dtype), arrays(params), arrays(grads), arrays(anchors), arrays(buffers), 0.1, lam, *OPTIONS[options])
+    emulator.proximal_step(
+        name(dtype), arrays(params), arrays(grads), arrays(anchors), arrays(buffers), 0.1, lam, *OPTIONS[options]
+    )
     assert emulator.launch_count() == 1
     OPS["proximal_sgd_step_"].reference(other, other_buffers, grads, anchors, 0.1, lam, *OPTIONS[options])
     assert same_bits(params, other)

@@ -32,7 +32,9 @@ def arrays(tensors):
 
 
 def same_bits(a, b):
-    return all(np.array_equal(as_numpy(x).view(np.uint8), as_numpy(y).view(np.uint8)) for x, y in zip(a, b, strict=True))
+    return all(
+        np.array_equal(as_numpy(x).view(np.uint8), as_numpy(y).view(np.uint8)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def random_tensors(sizes, dtype, seed, offset=0):
@@ -48,7 +50,18 @@ def clones(tensors):
 def run(emulator, params, grads, scores=(), groups=None, rho=0.1, p=2.0, literal=False, per_layer=False):
     backups = [torch.full_like(x, 7) for x in params]
     groups = list(range(len(params))) if groups is None else groups
-    emulator.perturb(name(params[0].dtype), arrays(params), arrays(grads), arrays(backups), list(scores), groups, rho, p, literal, per_layer)  # fmt: skip
+    emulator.perturb(
+        name(params[0].dtype),
+        arrays(params),
+        arrays(grads),
+        arrays(backups),
+        list(scores),
+        groups,
+        rho,
+        p,
+        literal,
+        per_layer,
+    )
     return backups
 
 
@@ -72,9 +85,13 @@ def assert_agree(actual, expected, before, p):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize(("p", "literal"), [(2.0, False), (2.0, True), (3.0, False), (1.25, True), (1.0, False), (math.inf, False)])
+@pytest.mark.parametrize(
+    ("p", "literal"), [(2.0, False), (2.0, True), (3.0, False), (1.25, True), (1.0, False), (math.inf, False)]
+)
 @pytest.mark.parametrize("per_layer", [False, True])
-def test_the_perturbation_agrees_with_the_reference_over_chunk_boundaries(emulator, dtype, offset, p, literal, per_layer):
+def test_the_perturbation_agrees_with_the_reference_over_chunk_boundaries(
+    emulator, dtype, offset, p, literal, per_layer
+):
     params, grads = random_tensors(SIZES, dtype, 0, offset), random_tensors(SIZES, dtype, 1, offset)
     before = clones(params)
     expected = reference(params, grads, SCORES, GROUPS, 0.1, p, literal, per_layer)
@@ -104,7 +121,12 @@ def test_scores_agree_with_the_reference(emulator, dtype, offset):
     a, b = random_tensors(SIZES, dtype, 0, offset), random_tensors(SIZES, dtype, 1, offset)
     expected = OPS["personalization_scores"].reference(a, b, GROUPS, 4)
     # Sums of up to 2**16 float64 terms in another order.
-    torch.testing.assert_close(torch.tensor(emulator.scores(name(dtype), arrays(a), arrays(b), GROUPS, 4), dtype=torch.float64), expected, rtol=2.0**-36, atol=0)  # fmt: skip
+    torch.testing.assert_close(
+        torch.tensor(emulator.scores(name(dtype), arrays(a), arrays(b), GROUPS, 4), dtype=torch.float64),
+        expected,
+        rtol=2.0**-36,
+        atol=0,
+    )
 
 
 def test_equal_models_give_equal_scores_and_an_empty_layer_none(emulator):
@@ -114,7 +136,9 @@ def test_equal_models_give_equal_scores_and_an_empty_layer_none(emulator):
 
 def test_more_layers_than_a_block_has_threads(emulator):
     a, b = [torch.ones(1) for _ in range(600)], [torch.zeros(1) for _ in range(600)]
-    np.testing.assert_allclose(emulator.scores("float32", arrays(a), arrays(b), list(range(600)), 600), 1 / 600, rtol=1e-12)
+    np.testing.assert_allclose(
+        emulator.scores("float32", arrays(a), arrays(b), list(range(600)), 600), 1 / 600, rtol=1e-12
+    )
 
 
 def test_order_of_threads_and_blocks_does_not_change_the_bits(emulator):
@@ -122,16 +146,26 @@ def test_order_of_threads_and_blocks_does_not_change_the_bits(emulator):
         results = []
         for seed in range(3):
             emulator.set_seed(seed)
-            params, grads = random_tensors([CHUNK + 3, 5], torch.float32, 0), random_tensors([CHUNK + 3, 5], torch.float32, 1)
+            params, grads = (
+                random_tensors([CHUNK + 3, 5], torch.float32, 0),
+                random_tensors([CHUNK + 3, 5], torch.float32, 1),
+            )
             run(emulator, params, grads, p=p)
-            results.append([*params, torch.tensor(emulator.scores("float32", arrays(params), arrays(grads), [0, 1], 2))])
+            results.append(
+                [*params, torch.tensor(emulator.scores("float32", arrays(params), arrays(grads), [0, 1], 2))]
+            )
         assert all(same_bits(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize(("tensors", "p", "launches"), [(62, 2.0, 3), (84, 3.0, 3), (584, 2.0, 3), (585, 2.0, 4), (84, math.inf, 1)])
+@pytest.mark.parametrize(
+    ("tensors", "p", "launches"), [(62, 2.0, 3), (84, 3.0, 3), (584, 2.0, 3), (585, 2.0, 4), (84, math.inf, 1)]
+)
 def test_at_most_three_launches_for_a_model(emulator, tensors, p, launches):
     # (4091 - 3) // 7 = 584 tensors fit into the arguments of the perturbation.
-    params, grads = [torch.zeros(1) for _ in range(tensors)] + [torch.empty(0)], [torch.ones(1) for _ in range(tensors)] + [torch.empty(0)]  # fmt: skip
+    params, grads = (
+        [torch.zeros(1) for _ in range(tensors)] + [torch.empty(0)],
+        [torch.ones(1) for _ in range(tensors)] + [torch.empty(0)],
+    )
     emulator.reset_launch_count()
     backups = run(emulator, params, grads, rho=1.0, p=p)
     assert emulator.launch_count() == launches

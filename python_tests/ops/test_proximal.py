@@ -53,7 +53,9 @@ def run(params, grads, anchors, buffers, lr=0.1, lam=0.5, **options):
     )
 
 
-def exact(v, g, w, m, lr, lam, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False, first=False):
+def exact(
+    v, g, w, m, lr, lam, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False, first=False
+):
     """Float64, straight from the definition: the new parameter and buffer, and the size of the terms."""
     v, g, w, m = v.double(), g.double(), w.double(), m.double()
     d = (-g if maximize else g) + weight_decay * v + lam * (v - w)
@@ -70,7 +72,11 @@ def assert_within(actual, expected, size):
     """At most ten roundings of a term in the accumulate type, then one to the storage type."""
     bound = 10 * (2.0**-53 if actual.dtype == torch.float64 else 2.0**-24) * size
     if actual.dtype in (torch.float16, torch.bfloat16):
-        bound = bound + torch.finfo(actual.dtype).eps / 2 * (expected.abs() + bound) + torch.finfo(actual.dtype).smallest_normal
+        bound = (
+            bound
+            + torch.finfo(actual.dtype).eps / 2 * (expected.abs() + bound)
+            + torch.finfo(actual.dtype).smallest_normal
+        )
     assert bool(((actual.double() - expected).abs() <= bound).all())
 
 
@@ -95,7 +101,14 @@ def test_a_step_is_within_rounding_of_the_definition(device, dtype, options):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("lam", [0.0, 0.3])
 def test_the_native_kernel_gives_the_bits_of_the_reference(device, dtype, options, lam):
-    chosen = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "first": False}
+    chosen = {
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "first": False,
+    }
     chosen.update(OPTIONS[options])
     params, grads, anchors, buffers = problem(dtype, device)
     if not chosen["momentum"]:
@@ -142,7 +155,16 @@ def test_the_anchor_pulls_and_lam_zero_does_not_read_it(device):
 def test_every_term_changes_the_result(device):
     params, grads, anchors, buffers = problem(torch.float64, device, [20])
     results = []
-    changes = [{}, {"lam": 0.6}, {"lr": 0.2}, {"weight_decay": 0.1}, {"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}]  # fmt: skip
+    changes = [
+        {},
+        {"lam": 0.6},
+        {"lr": 0.2},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "nesterov": True},
+        {"maximize": True},
+    ]
     for change in changes:
         moved = clones(params)
         run(moved, grads, anchors, clones(buffers), **change)
@@ -169,7 +191,10 @@ def test_views_of_any_layout_and_mixed_types(device):
     assert_same_bits([v.contiguous() for v in views], expected)
     assert_same_bits([x.contiguous() for x in buffers], expected_buffers)
     assert torch.equal(a[2][:, 1::2], surroundings)
-    mixed = [[x.to(d) for x, d in zip(random_tensors([(9,)] * 4, device=device, seed=s), FLOATS, strict=True)] for s in range(3)]
+    mixed = [
+        [x.to(d) for x, d in zip(random_tensors([(9,)] * 4, device=device, seed=s), FLOATS, strict=True)]
+        for s in range(3)
+    ]
     single = [clones(x) for x in mixed]
     run(*mixed, [])
     for t in range(4):
@@ -230,7 +255,10 @@ def test_the_native_gradient_gives_the_bits_of_the_reference(device, dtype):
 
 
 def test_gradients_of_views_and_of_some_tensors_only(device):
-    base, other = random_tensors([(6, 8), (6, 8)], device=device), random_tensors([(8, 6), (6, 8)], device=device, seed=1)
+    base, other = (
+        random_tensors([(6, 8), (6, 8)], device=device),
+        random_tensors([(8, 6), (6, 8)], device=device, seed=1),
+    )
     for x in base:
         x.requires_grad_()
     (squared_distance([base[0].t(), base[1][:, ::2]], [other[0], other[1][:, ::2]]) * 3).backward()
@@ -297,12 +325,18 @@ BAD_CALLS = {
     "lr": (lambda v, g: proximal_sgd_step_([v], [g], [g], lr=-1, lam=0.1), "lr is -1"),
     "lam": (lambda v, g: proximal_sgd_step_([v], [g], [g], lr=1, lam=-0.1), "lam is -0.1"),
     "nan": (lambda v, g: proximal_sgd_step_([v], [g], [g], lr=1, lam=math.nan), "lam is nan"),
-    "weight decay": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, weight_decay=math.inf), "weight_decay is inf"),
+    "weight decay": (
+        lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, weight_decay=math.inf),
+        "weight_decay is inf",
+    ),
     "momentum": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum=-0.9), "momentum is -0.9"),
     "nesterov": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, nesterov=True), "nesterov needs momentum"),
     "no buffers": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum=0.9), "0 momentum buffers"),
     "buffers": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum_buffers=[x3()]), "1 momentum buffers"),
-    "shape": (lambda v, g: proximal_sgd_step_([v, x3()], [g, g], [g, g[:2]], 1, 0.1), r"tensor 1 of anchors is float32 \[2\]"),
+    "shape": (
+        lambda v, g: proximal_sgd_step_([v, x3()], [g, g], [g, g[:2]], 1, 0.1),
+        r"tensor 1 of anchors is float32 \[2\]",
+    ),
     "dtype": (lambda v, g: proximal_sgd_step_([v], [g.double()], [g], 1, 0.1), "of grads is float64"),
     "device": (lambda v, g: proximal_sgd_step_([v], [g], [g.to("meta")], 1, 0.1), "of anchors .* on meta"),
     "length": (lambda v, g: proximal_sgd_step_([v], [g], [], 1, 0.1), "0 anchors for 1 params"),
@@ -311,12 +345,15 @@ BAD_CALLS = {
     "integers": (lambda v, g: proximal_sgd_step_([v.long()], [g.long()], [g.long()], 1, 0.1), "int64"),
     "twice": (lambda v, g: proximal_sgd_step_([v, v], [g, g], [g, g], 1, 0.1), "overlap in memory"),
     "shifted": (lambda v, g: proximal_sgd_step_([v[:2]], [g[:2]], [v[1:]], 1, 0.1), "overlap in memory"),
-    "buffer is param": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, 0.9, momentum_buffers=[v]), "overlap in memory"),
+    "buffer is param": (
+        lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, 0.9, momentum_buffers=[v]),
+        "overlap in memory",
+    ),
     "expanded": (lambda v, g: proximal_sgd_step_([v[:1].expand(3)], [g], [g], 1, 0.1), "is expanded"),
     "no tensors": (lambda v, g: squared_distance([], []), "no tensors given"),
     "distance": (lambda v, g: squared_distance([v], [g[:2]]), "tensor 0 of b"),
     "distance of one": (lambda v, g: squared_distance(v, g), "a list of tensors"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
@@ -338,7 +375,9 @@ def test_opcheck(device):
     torch.library.opcheck(step, (params, buffers, grads, anchors, 0.1, 0.5, 0.9, 0.0, 0.01, True, False, False))
     a = [x.clone().requires_grad_() for x in params]
     torch.library.opcheck(torch.ops.pfl_ext.squared_distance, (a, anchors))
-    torch.library.opcheck(torch.ops.pfl_ext.squared_distance_backward, (torch.tensor(1.0, device=device), params, anchors, True, True))
+    torch.library.opcheck(
+        torch.ops.pfl_ext.squared_distance_backward, (torch.tensor(1.0, device=device), params, anchors, True, True)
+    )
 
 
 def test_a_compiled_step_gives_the_same_bits(device):

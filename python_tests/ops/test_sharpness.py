@@ -75,7 +75,9 @@ def assert_moved_by(params, before, steps, p):
         expected = b.double() + step
         bound = roundings * unit * (b.double().abs() + step.abs()) + noise * step.abs()
         if w.dtype in (torch.float16, torch.bfloat16):
-            bound = bound + torch.finfo(w.dtype).eps / 2 * (expected.abs() + bound) + torch.finfo(w.dtype).smallest_normal
+            bound = (
+                bound + torch.finfo(w.dtype).eps / 2 * (expected.abs() + bound) + torch.finfo(w.dtype).smallest_normal
+            )
         assert bool(((w.double() - expected).abs() <= bound).all())
 
 
@@ -114,7 +116,10 @@ def test_the_native_kernel_agrees_with_the_reference(device, dtype, p, per_layer
     second = torch.zeros_like(backup)
     if device == "cpu" and _native.status()["cpu"].loaded:
         assert OPS["lwsam_perturb_"].has_kernel("CPU")
-    for run, weights, memory in ((OPS["lwsam_perturb_"], params, backup), (OPS["lwsam_perturb_"].reference, other, second)):
+    for run, weights, memory in (
+        (OPS["lwsam_perturb_"], params, backup),
+        (OPS["lwsam_perturb_"].reference, other, second),
+    ):
         run(weights, memory, grads, scores, groups, 3, 0.1, p, False, per_layer)
     steps = [o.double() - b.double() for o, b in zip(other, before, strict=True)]
     assert_moved_by(params, before, steps, p)
@@ -322,7 +327,9 @@ def test_scores_are_the_definition(device, dtype):
     # Sums of up to 2**17 terms in float64, on both sides.
     expected = torch.tensor([r / sum(raw) for r in raw], dtype=torch.float64, device=device)
     torch.testing.assert_close(scores, expected, rtol=2.0**18 * 2.0**-53, atol=0)
-    torch.testing.assert_close(scores, OPS["personalization_scores"].reference(a, b, groups, 5), rtol=2.0**18 * 2.0**-53, atol=0)
+    torch.testing.assert_close(
+        scores, OPS["personalization_scores"].reference(a, b, groups, 5), rtol=2.0**18 * 2.0**-53, atol=0
+    )
 
 
 def test_equal_models_give_equal_scores(device):
@@ -334,7 +341,10 @@ def test_equal_models_give_equal_scores(device):
 
 
 def test_differences_beyond_the_range_of_a_float_are_scored(device):
-    a, b = [torch.full((2,), 3e38, device=device), torch.ones(2, device=device)], [torch.full((2,), -3e38, device=device), torch.zeros(2, device=device)]
+    a, b = (
+        [torch.full((2,), 3e38, device=device), torch.ones(2, device=device)],
+        [torch.full((2,), -3e38, device=device), torch.zeros(2, device=device)],
+    )
     assert personalization_scores(a, b)[0].item() == pytest.approx(1.0)
 
 
@@ -416,7 +426,10 @@ BAD_CALLS = {
     "p below 1": (lambda w, g: lwsam_perturb_([w], [g], p=0.5), "p is 0.5; 1 or more"),
     "p nan": (lambda w, g: lwsam_perturb_([w], [g], p=math.nan), "p is nan"),
     "literal at p = 1": (lambda w, g: lwsam_perturb_([w], [g], p=1, literal_exponent=True), "1 < p < infinity"),
-    "literal at infinity": (lambda w, g: lwsam_perturb_([w], [g], p=math.inf, literal_exponent=True), "1 < p < infinity"),
+    "literal at infinity": (
+        lambda w, g: lwsam_perturb_([w], [g], p=math.inf, literal_exponent=True),
+        "1 < p < infinity",
+    ),
     "norm": (lambda w, g: lwsam_perturb_([w], [g], norm="tensor"), "norm='tensor'"),
     "shape": (lambda w, g: lwsam_perturb_([w, x3()], [g, g[:2]]), r"tensor 1 of grads is float32 \[2\]"),
     "dtype": (lambda w, g: lwsam_perturb_([w], [g.double()]), "tensor 0 of grads is float64"),
@@ -432,7 +445,10 @@ BAD_CALLS = {
     "overlap": (lambda w, g: lwsam_perturb_([w[:2], w[1:]], [g[:2], g[1:]]), "overlap in memory"),
     "shifted gradient": (lambda w, g: lwsam_perturb_([w[:2]], [w[1:]]), "overlap in memory"),
     "expanded": (lambda w, g: lwsam_perturb_([w[:1].expand(3)], [g]), "is expanded"),
-    "small backup": (lambda w, g: lwsam_perturb_([w], [g], backup=torch.zeros(12, dtype=torch.uint8)), "at least 64 bytes"),
+    "small backup": (
+        lambda w, g: lwsam_perturb_([w], [g], backup=torch.zeros(12, dtype=torch.uint8)),
+        "at least 64 bytes",
+    ),
     "restore small": (lambda w, g: restore_([w], torch.zeros(12, dtype=torch.uint8)), "at least 64 bytes"),
     "restore wrong": (lambda w, g: restore_([w], [w]), "what lwsam_perturb_ returned"),
     "no models": (lambda w, g: personalization_scores([], []), "0 tensors in 0 groups"),
@@ -440,7 +456,7 @@ BAD_CALLS = {
     "names": (lambda w, g: personalization_scores({"a": w}, {"b": w}), "a has the tensors"),
     "one tensor": (lambda w, g: personalization_scores(w, g), "a module, a dict"),
     "missing group": (lambda w, g: personalization_scores({"a": w}, {"a": g}, {}), "missing"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
@@ -456,7 +472,9 @@ def test_the_reference_refuses_the_same(device):
     w, memory = x3().to(device), torch.zeros(128, dtype=torch.uint8, device=device)
     for params, message in ([[w, w], "overlap"], [[w[:1].expand(3), x3().to(device)], "expanded"]):
         with pytest.raises(ValueError, match=message):
-            OPS["lwsam_perturb_"].reference(params, memory, [w.clone(), w.clone()], None, [0, 1], 2, 0.1, 2.0, False, False)
+            OPS["lwsam_perturb_"].reference(
+                params, memory, [w.clone(), w.clone()], None, [0, 1], 2, 0.1, 2.0, False, False
+            )
     assert w.tolist() == [1.0, 2.0, 3.0]
 
 
@@ -468,8 +486,12 @@ def test_opcheck(device, p):
     params, grads = problem(torch.float32, device, [5, 0, 17])
     memory = torch.zeros(256, dtype=torch.uint8, device=device)
     scores = torch.tensor([0.25, 0.75], dtype=torch.float64, device=device)
-    torch.library.opcheck(torch.ops.pfl_ext.lwsam_perturb_, (params, memory, grads, scores, [0, 0, 1], 2, 0.1, p, False, False))
-    torch.library.opcheck(torch.ops.pfl_ext.lwsam_perturb_, (params, memory, grads, None, [0, 1, 2], 3, 0.1, p, False, True))
+    torch.library.opcheck(
+        torch.ops.pfl_ext.lwsam_perturb_, (params, memory, grads, scores, [0, 0, 1], 2, 0.1, p, False, False)
+    )
+    torch.library.opcheck(
+        torch.ops.pfl_ext.lwsam_perturb_, (params, memory, grads, None, [0, 1, 2], 3, 0.1, p, False, True)
+    )
     torch.library.opcheck(torch.ops.pfl_ext.restore_, (params, memory))
     torch.library.opcheck(torch.ops.pfl_ext.personalization_scores, (params, grads, [0, 0, 1], 2))
 
