@@ -35,7 +35,8 @@ def check_lists(**lists: Sequence[Tensor]) -> None:
             raise TypeError(f"tensor {t} of {first_name} is {describe(reference)}, not a tensor")
         if reference.dtype not in FLOATS:
             raise ValueError(
-                f"tensor {t} of {first_name} is {describe(reference)}; float32, float64, float16 and bfloat16 are accepted"
+                f"tensor {t} of {first_name} is {describe(reference)}; "
+                "float32, float64, float16 and bfloat16 are accepted"
             )
         if reference.device != first[0].device:
             raise ValueError(

@@ -96,8 +96,9 @@ def _step_reference(
 
 
 _step = declare(
-    "proximal_sgd_step_(Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor[] grads, Tensor[] anchors, float lr, "
-    "float lam, float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, bool first) -> ()",
+    "proximal_sgd_step_(Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor[] grads, Tensor[] anchors, "
+    "float lr, float lam, float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, "
+    "bool first) -> ()",
     reference=_step_reference,
     fake=_step_check,
 )
@@ -211,10 +212,10 @@ def proximal_sgd_step_(
         v &\leftarrow v - \eta\, m \qquad (v - \eta (d + \mu m) \text{ with nesterov})
 
     with :math:`\eta` = ``lr``, :math:`\lambda` = ``lam``, :math:`\mu` = ``momentum``, :math:`\tau` = ``dampening``,
-    :math:`\delta` = ``weight_decay``. Without momentum :math:`v \leftarrow v - \eta d`. This is PerAda's step; its official
-    code has :math:`\lambda \|v - w\|^2`, so twice this ``lam``. With ``lam=0`` it is the step of :class:`torch.optim.SGD`,
-    and the anchors are not read. Computed in float32 (float64 for float64) and rounded once, each product rounded before it
-    is added: the same bits for any number of threads and any instruction set.
+    :math:`\delta` = ``weight_decay``. Without momentum :math:`v \leftarrow v - \eta d`. This is PerAda's step; its
+    official code has :math:`\lambda \|v - w\|^2`, so twice this ``lam``. With ``lam=0`` it is the step of
+    :class:`torch.optim.SGD`, and the anchors are not read. Computed in float32 (float64 for float64) and rounded once,
+    each product rounded before it is added: the same bits for any number of threads and any instruction set.
 
     Infinity and NaN propagate, as in torch's SGD. Not differentiable.
 

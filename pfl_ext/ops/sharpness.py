@@ -69,7 +69,8 @@ def _check_backup(backup: Tensor, params: Sequence[Tensor]) -> None:
     elsewhere = bool(params) and backup.device != params[0].device
     if backup.dtype != torch.uint8 or backup.dim() != 1 or backup.numel() < needed or elsewhere:
         raise ValueError(
-            f"the backup is {describe(backup)}; a vector of at least {needed} bytes (uint8) on the params' device is needed"
+            f"the backup is {describe(backup)}; "
+            f"a vector of at least {needed} bytes (uint8) on the params' device is needed"
         )
 
 
@@ -280,15 +281,15 @@ def personalization_scores(a: Model, b: Model, groups: Sequence[int] | Mapping[s
 
     .. math:: \xi_l = \frac{r_l}{\sum_k r_k}, \qquad r_l = \frac{\|a_l - b_l\|_2}{\dim(a_l)}
 
-    Equations (6) and (10) of PLGU; the paper prints :math:`r_l` and states that the scores add up to 1. Where the models
-    are equal, as in the first round, each of the L layers gets 1/L. A layer without elements gets 0 and does not count.
+    Equations (6) and (10) of PLGU; the paper prints :math:`r_l` and states that the scores add up to 1. Where the
+    models are equal, as in the first round, each of the L layers gets 1/L. A layer without elements gets 0 and does not count.
     Infinity or NaN in a model makes scores NaN. Not differentiable.
 
     Args:
         a, b: modules (their parameters), dicts of named tensors, or lists of tensors, with the same shapes.
         groups: the layer of each tensor, as numbers 0 to L - 1 in the order of ``a``, or a dict from name to number. By
-            default the tensors of one module are a layer (:func:`layer_groups`), and in a list, which has no names, each
-            tensor is one.
+            default the tensors of one module are a layer (:func:`layer_groups`), and in a list, which has no names,
+            each tensor is one.
 
     Returns:
         L scores, float64, on the models' device.
@@ -344,28 +345,28 @@ def lwsam_perturb_(
     literal_exponent: bool = False,
     backup: Tensor | None = None,
 ) -> Tensor:
-    r"""Move ``params`` to the point of the largest loss within :math:`\rho`, in place; :func:`restore_` moves them back.
+    r"""Move ``params`` to where the loss is largest within :math:`\rho`, in place; :func:`restore_` moves them back.
 
     .. math:: \epsilon_l = \rho\, \xi_l\, \mathrm{sign}(g_l) \frac{|g_l|^{q-1}}{(\|g\|_q^q)^{1/p}},
               \qquad \frac1p + \frac1q = 1
 
-    Equation (5) of PLGU. The paper prints the exponent p - 1 where SAM's derivation, which it cites, gives 1/p, the one that
-    makes :math:`\|\epsilon\|_p = \rho` for scores of 1. ``literal_exponent=True`` takes the printed one. For p = 2 that is
-    :math:`\rho \xi_l g_l / \|g\|_2`, or divided by :math:`\|g\|_2^2` in the literal form.
+    Equation (5) of PLGU. The paper prints the exponent p - 1 where SAM's derivation, which it cites, gives 1/p, the one
+    that makes :math:`\|\epsilon\|_p = \rho` for scores of 1. ``literal_exponent=True`` takes the printed one. For p = 2
+    that is :math:`\rho \xi_l g_l / \|g\|_2`, or divided by :math:`\|g\|_2^2` in the literal form.
 
     The limits: p = infinity gives :math:`\rho \xi_l \mathrm{sign}(g_l)`; p = 1 moves the elements of the largest
     :math:`|g|` alone, each of k such elements by :math:`\rho \xi_l / k`.
 
-    Where the gradient of a norm's scope is zero, or its norm infinite, nothing is changed, to the bit. NaN in a gradient
-    makes the parameters of the norm's scope NaN (with p = infinity, which has no norm, that element alone);
+    Where the gradient of a norm's scope is zero, or its norm infinite, nothing is changed, to the bit. NaN in a
+    gradient makes the parameters of the norm's scope NaN (with p = infinity, which has no norm, that element alone);
     :func:`restore_` brings them back. Sums and ``rho`` times score by norm are float64, the elements are computed in
     float32 (float64 for float64) and rounded once.
 
     Args:
         params: tensors to move; float32, float64, float16 or bfloat16, also mixed, on one device.
         grads: their gradients, of the same shapes and types.
-        scores: one number a layer, on any device, best float64 on the params'. By default 1 for all, which is SAM; equal
-            scores are SAM of another radius. Used as they are: negative ones descend.
+        scores: one number a layer, on any device, best float64 on the params'. By default 1 for all, which is SAM;
+            equal scores are SAM of another radius. Used as they are: negative ones descend.
         rho: the radius, not negative.
         p: the norm of the ball, 1 to infinity.
         norm: ``"global"`` divides by the norm of the whole gradient, as printed; ``"layer"`` by that of the layer.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pfl_ext.ops._tensor_lists import describe
 from pfl_ext.ops.proximal import proximal_sgd_step_
 
 __all__ = ["ProximalSGD"]
@@ -67,9 +68,7 @@ class ProximalSGD(Optimizer):
             raise ValueError(f"{len(chosen)} anchors for {len(params)} parameters")
         for t, (p, w) in enumerate(zip(params, chosen, strict=True)):
             if (p.shape, p.dtype, p.device) != (w.shape, w.dtype, w.device):
-                raise ValueError(
-                    f"anchor {t} is {w.dtype} {list(w.shape)} on {w.device}, the parameter {p.dtype} {list(p.shape)} on {p.device}"
-                )
+                raise ValueError(f"anchor {t} is {describe(w)}, the parameter {describe(p)}")
         for p, w in zip(params, chosen, strict=True):
             self.state[p]["anchor"] = w
 

@@ -32,8 +32,8 @@ class SAM(Optimizer):
         params: parameters, named parameters or parameter groups; a group may have its own ``rho``, and all options of
             the base optimiser.
         base_optimizer: an optimiser class, which gets the further keyword arguments, such as ``torch.optim.SGD``.
-        rho, p, norm, literal_exponent: as in :func:`pfl_ext.ops.lwsam_perturb_`. The norm is taken over the gradients of
-            all groups together; ``norm="layer"`` takes one for each parameter.
+        rho, p, norm, literal_exponent: as in :func:`pfl_ext.ops.lwsam_perturb_`. The norm is taken over the gradients
+            of all groups together; ``norm="layer"`` takes one for each parameter.
         **base_options: for the base optimiser.
 
     Parameter groups and state are the base optimiser's, so learning-rate schedulers and ``state_dict`` work as on it.
@@ -236,7 +236,7 @@ class LWSAM(SAM):
         self._scores = vector.to(self.param_groups[0]["params"][0].device)
 
     def update_scores(self, personal: Sequence[Tensor], server: Sequence[Tensor]) -> Tensor:
-        """Set the scores to :func:`pfl_ext.ops.personalization_scores` of two lists like the parameters; return them."""
+        """Set the scores to :func:`pfl_ext.ops.personalization_scores` of two lists like the parameters."""
         self._scores = personalization_scores(list(personal), list(server), self.groups)
         return self._scores
 

@@ -74,7 +74,7 @@ def reference(params, grads, scores, groups, rho, p, literal, per_layer):
 
 
 def assert_agree(actual, expected, before, p):
-    """The sums' order differs, so the scale may: by a unit of the accumulate type; half types then round to a neighbour."""
+    """The sums' order differs, so the scale may: by a unit of the accumulate type; half types may then round up."""
     for a, e, b in zip(actual, expected, before, strict=True):
         unit = torch.finfo(a.dtype).eps
         steps = (e.double() - b.double()).abs()
