@@ -107,7 +107,8 @@ def _perturbation(spec: Spec, model: _Model) -> Case:
         _check_moved(contestant, params, perturb, restore, moved, model.dtype)
         contestants.append(contestant)
     # What is timed ends where it began, to the bit.
-    expected = Expected(torch.cat([w.double().flatten() for w in model.weights]), torch.zeros(()), roundings=0)
+    begin = flatten(model.weights)
+    expected = Expected(begin, torch.zeros_like(begin), roundings=0)
     # Of the perturbation: g twice, w in and out, the backup; of restoring: the backup in, w out.
     return Case(spec, contestants, expected, data_bytes=3 * model.bytes, limit_bytes=7 * model.bytes)
 

@@ -282,8 +282,8 @@ def personalization_scores(a: Model, b: Model, groups: Sequence[int] | Mapping[s
     .. math:: \xi_l = \frac{r_l}{\sum_k r_k}, \qquad r_l = \frac{\|a_l - b_l\|_2}{\dim(a_l)}
 
     Equations (6) and (10) of PLGU; the paper prints :math:`r_l` and states that the scores add up to 1. Where the
-    models are equal, as in the first round, each of the L layers gets 1/L. A layer without elements gets 0 and does not count.
-    Infinity or NaN in a model makes scores NaN. Not differentiable.
+    models are equal, as in the first round, each of the L layers gets 1/L. A layer without elements gets 0 and does not
+    count. Infinity or NaN in a model makes scores NaN. Not differentiable.
 
     Args:
         a, b: modules (their parameters), dicts of named tensors, or lists of tensors, with the same shapes.

@@ -66,8 +66,8 @@ def exact_step(grads, groups, scores, rho, p, norm, literal=False):
 
 def assert_moved_by(params, before, steps, p):
     """Within rounding. In the accumulate type: the scale (its double value rounded once), the product, the sum, and for
-    other p than 2 the ratio and the power: |d pow(x, y)| <= y |dx / x| pow + 1 unit, and y = q - 1 <= 4 here. In float64
-    the reference itself, a sum of up to 2**17 terms, is as far off."""
+    other p than 2 the ratio and the power: |d pow(x, y)| <= y |dx / x| pow + 1 unit, and y = q - 1 <= 4 here. In
+    float64 the reference itself, a sum of up to 2**17 terms, is as far off."""
     for w, b, step in zip(params, before, steps, strict=True):
         unit = 2.0**-53 if w.dtype == torch.float64 else 2.0**-24
         roundings = 3 if p in (2.0, math.inf) else 12
