@@ -87,18 +87,20 @@ PFL_HD A to_scale(double scale) {
 PFL_HD float power(float x, float y) { return powf(x, y); }
 PFL_HD double power(double x, double y) { return pow(x, y); }
 
-// With the sign of g: zero where g is zero, NaN where g or the magnitude is.
-template <typename A>
-PFL_HD A with_sign_of(A g, A magnitude) {
-  return g > A(0) ? magnitude : g < A(0) ? -magnitude : g * magnitude;
-}
-
 template <PerturbForm kForm, typename A>
 PFL_HD A perturbed(A weight, A g, A scale, A maximum, A exponent) {
-  if constexpr (kForm == PerturbForm::kSign) return weight + with_sign_of(g, scale);
-  if constexpr (kForm == PerturbForm::kEuclidean) return weight + scale * g;
-  const A magnitude = g > A(0) ? g : -g;
-  return weight + with_sign_of(g, scale * power(magnitude / maximum, exponent));
+  if constexpr (kForm == PerturbForm::kEuclidean) {
+    (void)maximum, (void)exponent;
+    return weight + scale * g;
+  } else if constexpr (kForm == PerturbForm::kSign) {
+    (void)maximum, (void)exponent;
+    // Zero stays zero and NaN stays NaN. Without arithmetic in the choice, loops over it vectorise.
+    return weight + (g > A(0) ? scale : g < A(0) ? -scale : g);
+  } else {
+    const A magnitude = scale * power((g > A(0) ? g : -g) / maximum, exponent);
+    // Zero where g is zero, unless the norm is NaN.
+    return weight + (g > A(0) ? magnitude : g < A(0) ? -magnitude : g * magnitude);
+  }
 }
 
 // raw_l of the personalisation score: ||a_l - b_l|| / dim. A layer without elements has none; -1 stands for that.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate_type", "check_lists", "check_memory", "describe"]
+__all__ = ["accumulate_type", "check_lists", "check_memory", "describe", "without_gradients"]
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -15,6 +16,14 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def accumulate_type(dtype: torch.dtype) -> torch.dtype:
     """The type that values of ``dtype`` are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_nothing: AbstractContextManager[object] = nullcontext()
+
+
+def without_gradients() -> AbstractContextManager[object]:
+    """``torch.no_grad()`` where it is needed: entering it takes longer than updating a small tensor."""
+    return torch.no_grad() if torch.is_grad_enabled() else _nothing
 
 
 def describe(x: object) -> str:

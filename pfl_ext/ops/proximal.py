@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ._declare import declare
-from ._tensor_lists import accumulate_type, check_lists, check_memory, describe
+from ._tensor_lists import accumulate_type, check_lists, check_memory, describe, without_gradients
 
 __all__ = ["proximal_sgd_step_", "squared_distance"]
 
@@ -239,15 +239,15 @@ def proximal_sgd_step_(
     params, grads, anchors = _as_list(params, "params"), _as_list(grads, "grads"), _as_list(anchors, "anchors")
     buffers = _as_list(momentum_buffers, "momentum_buffers")
     numbers = (lr, lam, momentum, dampening, weight_decay, nesterov, maximize, first)
-    with torch.no_grad():
-        try:
+    try:
+        with without_gradients():
             _step(params, buffers, grads, anchors, *numbers)
-        except (RuntimeError, TypeError):
-            _step_check(params, buffers, grads, anchors, *numbers)
-            raise
-        torch.autograd.graph.increment_version(params)
-        if buffers:
-            torch.autograd.graph.increment_version(buffers)
+    except (RuntimeError, TypeError):
+        _step_check(params, buffers, grads, anchors, *numbers)
+        raise
+    torch.autograd.graph.increment_version(params)
+    if buffers:
+        torch.autograd.graph.increment_version(buffers)
 
 
 def squared_distance(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:

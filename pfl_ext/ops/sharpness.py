@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ._declare import declare
-from ._tensor_lists import accumulate_type, check_lists, check_memory, describe
+from ._tensor_lists import accumulate_type, check_lists, check_memory, describe, without_gradients
 
 __all__ = ["layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
 
@@ -394,26 +394,27 @@ def lwsam_perturb_(
     if norm not in ("global", "layer"):
         raise ValueError(f"norm={norm!r} is not known; accepted: 'global', 'layer'")
     if groups is None:
-        groups = range(len(params))
-    layers = max(groups, default=-1) + 1
+        groups, layers = range(len(params)), len(params)
+    else:
+        layers = max(groups, default=-1) + 1
     if not params:
         check_lists(params=params, grads=grads)
         return torch.empty(0, dtype=torch.uint8)
-    vector: Tensor | None = None
-    with torch.no_grad():
-        try:
-            if scores is not None:
-                vector = _as_scores(scores, params[0].device)
-                layers = vector.numel()
-            if backup is None:
-                backup = torch.empty(_backup_bytes(params), dtype=torch.uint8, device=params[0].device)
-            _perturb(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, norm == "layer")
-        except (RuntimeError, TypeError, AttributeError):
-            check_lists(params=params, grads=grads)
-            if backup is not None:
-                _perturb_check(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, norm == "layer")
-            raise
-        torch.autograd.graph.increment_version(params)
+    per_layer, vector = norm == "layer", None
+    try:
+        if scores is not None:
+            vector = _as_scores(scores, params[0].device)
+            layers = vector.numel()
+        if backup is None:
+            backup = torch.empty(_backup_bytes(params), dtype=torch.uint8, device=params[0].device)
+        with without_gradients():
+            _perturb(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
+    except (RuntimeError, TypeError, AttributeError):
+        check_lists(params=params, grads=grads)
+        if backup is not None:
+            _perturb_check(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
+        raise
+    torch.autograd.graph.increment_version(params)
     return backup
 
 
@@ -425,12 +426,12 @@ def restore_(params: Iterable[Tensor], backup: Tensor) -> None:
             changed then.
     """
     params = params if type(params) is list else list(params)
-    with torch.no_grad():
-        try:
+    try:
+        with without_gradients():
             _restore(params, backup)
-        except (RuntimeError, TypeError):
-            if not isinstance(backup, Tensor):
-                raise TypeError(f"the backup is {describe(backup)}; what lwsam_perturb_ returned is accepted") from None
-            _restore_check(params, backup)
-            raise
-        torch.autograd.graph.increment_version(params)
+    except (RuntimeError, TypeError):
+        if not isinstance(backup, Tensor):
+            raise TypeError(f"the backup is {describe(backup)}; what lwsam_perturb_ returned is accepted") from None
+        _restore_check(params, backup)
+        raise
+    torch.autograd.graph.increment_version(params)
