@@ -6,6 +6,8 @@
 // One entry for each file of bindings: X(family) calls bind_family().
 #define PFL_EMULATOR_FAMILIES(X) \
   X(averaging)                   \
+  X(proximal)                    \
+  X(sharpness)                   \
   X(selftest)                    \
   X(selftest_numerics)
 

@@ -1,0 +1,146 @@
+// Lists of tensors that correspond: tensor t has one shape, type and device in all of them. Shared by the CPU and the
+// CUDA glue of the ops that update one list by others.
+#pragma once
+
+#include "glue/tensor_list.h"
+
+namespace pfl::glue {
+
+struct ListRole {
+  const char* name;
+  const std::vector<Tensor>& tensors;
+  bool written;
+};
+
+// Bytes [begin, end) of memory that belong to a tensor of a list.
+struct ListSpan {
+  const char* begin;
+  const char* end;
+  size_t role;
+  size_t tensor;
+};
+
+// Checked lists as pointers, each in the order in which the first list's tensor lies in memory. Where another tensor
+// lies differently it is copied, and copied back by `finish` if it is written.
+class MatchedLists {
+ public:
+  MatchedLists(const char* op, const std::vector<ListRole>& roles, bool on_cpu) : pointers_(roles.size()) {
+    const std::vector<Tensor>& first = roles[0].tensors;
+    const size_t tensors = first.size();
+    for (const ListRole& role : roles) {
+      if (role.tensors.size() != tensors) {
+        fail(op, ": ", role.tensors.size(), " ", role.name, " for ", tensors, " ", roles[0].name);
+      }
+    }
+    dtypes.reserve(tensors);
+    sizes.reserve(tensors);
+    std::vector<ListSpan> spans;
+    spans.reserve(tensors * roles.size());
+    for (size_t t = 0; t < tensors; ++t) {
+      dtypes.push_back(dtype_of(first[t], op, roles[0].name, t));
+      const Kind kind(first[t]);
+      if (first[t].is_cpu() != on_cpu || kind.device_index != first[0].get_device_index()) {
+        fail(op, ": tensor ", t, " of ", roles[0].name, " is ", describe(first[t]), ", the call runs on ",
+             on_cpu ? "cpu" : "cuda", "; all tensors of one call must be on one device");
+      }
+      for (size_t r = 1; r < roles.size(); ++r) {
+        const Tensor& x = roles[r].tensors[t];
+        if (Kind(x) != kind) {
+          fail(op, ": tensor ", t, " of ", roles[r].name, " is ", describe(x), ", of ", roles[0].name, " ",
+               describe(first[t]));
+        }
+      }
+      sizes.push_back(first[t].numel());
+      if (sizes[t] == 0) continue;
+      for (size_t r = 0; r < roles.size(); ++r) {
+        if (roles[r].written) refuse_expanded(op, roles[r], t);
+        const Span span(roles[r].tensors[t]);
+        spans.push_back({span.begin, span.end, r, t});
+      }
+    }
+    refuse_overlaps(op, roles, spans);
+    // Only now: the copies made for odd layouts must not happen for a call that is refused.
+    for (std::vector<void*>& list : pointers_) list.reserve(tensors);
+    for (size_t t = 0; t < tensors; ++t) {
+      const bool contiguous = first[t].is_contiguous();
+      const bool dense = contiguous || is_dense(first[t]);
+      for (size_t r = 0; r < roles.size(); ++r) {
+        const Tensor& x = roles[r].tensors[t];
+        const bool in_place = contiguous ? x.is_contiguous() : dense && equal(x.strides(), first[t].strides());
+        if (in_place) {
+          pointers_[r].push_back(const_cast<void*>(x.const_data_ptr()));
+          continue;
+        }
+        copies_.push_back(dense ? torch::stable::empty_like(first[t]) : torch::stable::new_empty(x, x.sizes()));
+        torch::stable::copy_(copies_.back(), x);
+        pointers_[r].push_back(copies_.back().mutable_data_ptr());
+        if (roles[r].written) copied_back_.emplace_back(&x, copies_.size() - 1);
+      }
+    }
+  }
+
+  void* pointer(size_t role, int64_t t) const { return pointers_[role][t]; }
+
+  // The memory of the written lists, for checks against further arguments.
+  bool written_overlaps(const Tensor& x) const {
+    const Span span(x);
+    for (const ListSpan& s : written_) {
+      if (s.begin < span.end && span.begin < s.end) return true;
+    }
+    return false;
+  }
+
+  void finish() {
+    for (const auto& [tensor, copy] : copied_back_) {
+      Tensor out = *tensor;
+      torch::stable::copy_(out, copies_[copy]);
+    }
+  }
+
+  std::vector<DType> dtypes;
+  std::vector<int64_t> sizes;
+
+ private:
+  static void refuse_expanded(const char* op, const ListRole& role, size_t t) {
+    const Tensor& x = role.tensors[t];
+    if (x.is_contiguous()) return;
+    for (int64_t d = 0; d < x.dim(); ++d) {
+      if (x.stride(d) == 0 && x.size(d) > 1) {
+        fail(op, ": tensor ", t, " of ", role.name, " is expanded: its elements share one place in memory");
+      }
+    }
+  }
+
+  // A written tensor may be read as the same tensor at the same place of another list, and in no other way.
+  void refuse_overlaps(const char* op, const std::vector<ListRole>& roles, const std::vector<ListSpan>& spans) {
+    for (const ListSpan& s : spans) {
+      if (roles[s.role].written) written_.push_back(s);
+    }
+    std::sort(written_.begin(), written_.end(), [](const ListSpan& a, const ListSpan& b) { return a.begin < b.begin; });
+    const auto refuse = [&](const ListSpan& a, const ListSpan& b) {
+      fail(op, ": tensor ", a.tensor, " of ", roles[a.role].name, " and tensor ", b.tensor, " of ", roles[b.role].name,
+           " overlap in memory");
+    };
+    for (size_t i = 1; i < written_.size(); ++i) {
+      if (written_[i].begin < written_[i - 1].end) refuse(written_[i - 1], written_[i]);
+    }
+    for (const ListSpan& s : spans) {
+      if (roles[s.role].written) continue;
+      auto after = std::lower_bound(written_.begin(), written_.end(), s.end,
+                                    [](const ListSpan& w, const char* end) { return w.begin < end; });
+      while (after != written_.begin() && (--after)->end > s.begin) {
+        const Tensor& w = roles[after->role].tensors[after->tensor];
+        const bool same = after->tensor == s.tensor && after->begin == s.begin &&
+                          equal(w.strides(), roles[s.role].tensors[s.tensor].strides());
+        if (!same) refuse(*after, s);
+      }
+    }
+  }
+
+  std::vector<std::vector<void*>> pointers_;
+  std::vector<Tensor> copies_;
+  std::vector<std::pair<const Tensor*, size_t>> copied_back_;
+  std::vector<ListSpan> written_;
+};
+
+}  // namespace pfl::glue

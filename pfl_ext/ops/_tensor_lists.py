@@ -1,0 +1,83 @@
+"""What the ops that update one list of tensors by others have in common: checks, and messages that name a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = ["accumulate_type", "check_lists", "check_memory", "describe", "without_gradients"]
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def accumulate_type(dtype: torch.dtype) -> torch.dtype:
+    """The type that values of ``dtype`` are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_nothing: AbstractContextManager[object] = nullcontext()
+
+
+def without_gradients() -> AbstractContextManager[object]:
+    """``torch.no_grad()`` where it is needed: entering it takes longer than updating a small tensor."""
+    return torch.no_grad() if torch.is_grad_enabled() else _nothing
+
+
+def describe(x: object) -> str:
+    """As in ``float32 [3, 4] on cpu``."""
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+
+def check_lists(**lists: Sequence[Tensor]) -> None:
+    """Raise an error that names list and tensor, unless tensor t has one shape, type and device in all lists."""
+    (first_name, first), *others = lists.items()
+    for name, tensors in others:
+        if len(tensors) != len(first):
+            raise ValueError(f"{len(tensors)} {name} for {len(first)} {first_name}")
+    for t, reference in enumerate(first):
+        if not isinstance(reference, Tensor):
+            raise TypeError(f"tensor {t} of {first_name} is {describe(reference)}, not a tensor")
+        if reference.dtype not in FLOATS:
+            raise ValueError(
+                f"tensor {t} of {first_name} is {describe(reference)}; "
+                "float32, float64, float16 and bfloat16 are accepted"
+            )
+        if reference.device != first[0].device:
+            raise ValueError(
+                f"tensor {t} of {first_name} is {describe(reference)}, tensor 0 is {describe(first[0])}; "
+                "all tensors of one call must be on one device"
+            )
+        for name, tensors in others:
+            x = tensors[t]
+            if not isinstance(x, Tensor):
+                raise TypeError(f"tensor {t} of {name} is {describe(x)}, not a tensor")
+            if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
+                raise ValueError(f"tensor {t} of {name} is {describe(x)}, of {first_name} {describe(reference)}")
+
+
+def check_memory(written: Mapping[str, Sequence[Tensor]], read: Mapping[str, Sequence[Tensor]]) -> None:
+    """Raise an error where written tensors overlap each other, or a read one in another way than being the same one."""
+    spans: list[tuple[int, int, int, str, Tensor]] = []
+    for name, tensors in [*written.items(), *read.items()]:
+        for t, x in enumerate(tensors):
+            if x.numel() == 0:
+                continue
+            if name in written and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+                raise ValueError(f"tensor {t} of {name} is expanded: its elements share one place in memory")
+            extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+            spans.append((x.data_ptr(), x.data_ptr() + extent * x.element_size(), t, name, x))
+    spans.sort(key=lambda span: span[0])
+    for i, (_, end, t, name, x) in enumerate(spans):
+        for begin, _, other_t, other_name, other in spans[i + 1 :]:
+            if begin >= end:
+                break
+            if name in read and other_name in read:
+                continue
+            one_written = (name in written) != (other_name in written)
+            if not (one_written and t == other_t and x.data_ptr() == begin and x.stride() == other.stride()):
+                raise ValueError(f"tensor {t} of {name} and tensor {other_t} of {other_name} overlap in memory")

@@ -1,0 +1,112 @@
+"""SGD that is held near an anchor, for PerAda, Ditto, FedProx, pFedMe and FedDyn (:mod:`pfl_ext.ops.proximal`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pfl_ext.ops._tensor_lists import describe
+from pfl_ext.ops.proximal import proximal_sgd_step_
+
+__all__ = ["ProximalSGD"]
+
+
+class ProximalSGD(Optimizer):
+    r"""SGD on :math:`L(v) + \frac{\lambda}{2} \|v - w\|^2`, the proximal term without a graph.
+
+    The step is that of :func:`pfl_ext.ops.proximal_sgd_step_`. The anchors w are the parameters as they are when the
+    optimiser is made, until :meth:`set_anchors` says otherwise; they are part of the ``state_dict``.
+
+    Args:
+        params: parameters or parameter groups; each group may have its own options.
+        lr, lam, momentum, dampening, weight_decay, nesterov, maximize: as there; ``lam=0`` is :class:`torch.optim.SGD`.
+        anchors: a tensor for each parameter, kept as they are: not copied, and not to be changed while in use.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        lam: float = 1.0,
+        *,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        anchors: Iterable[Tensor] | None = None,
+    ) -> None:
+        """See the class."""
+        defaults = {
+            "lr": lr,
+            "lam": lam,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            for name in ("lr", "lam", "momentum", "weight_decay"):
+                if not 0 <= group[name] < math.inf:
+                    raise ValueError(f"{name} is {group[name]}; a finite number that is not negative is accepted")
+            if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+                raise ValueError("nesterov needs momentum and no dampening")
+        self.set_anchors(anchors)
+
+    def set_anchors(self, anchors: Iterable[Tensor] | None = None) -> None:
+        """Hold each parameter near its anchor from now on; by default near where it is now."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        chosen = [p.detach().clone() for p in params] if anchors is None else [w.detach() for w in anchors]
+        if len(chosen) != len(params):
+            raise ValueError(f"{len(chosen)} anchors for {len(params)} parameters")
+        for t, (p, w) in enumerate(zip(params, chosen, strict=True)):
+            if (p.shape, p.dtype, p.device) != (w.shape, w.dtype, w.device):
+                raise ValueError(f"anchor {t} is {describe(w)}, the parameter {describe(p)}")
+        for p, w in zip(params, chosen, strict=True):
+            self.state[p]["anchor"] = w
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step by the gradients the parameters have, after calling ``closure``, whose value is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if group["momentum"] == 0:
+                self._update(group, params, [], first=False)
+                continue
+            # Parameters whose buffer is yet to begin, and the others.
+            starting = [p for p in params if "momentum_buffer" not in self.state[p]]
+            running = [p for p in params if "momentum_buffer" in self.state[p]]
+            buffers = [torch.empty_like(p) for p in starting]
+            self._update(group, starting, buffers, first=True)
+            for p, buffer in zip(starting, buffers, strict=True):
+                self.state[p]["momentum_buffer"] = buffer
+            self._update(group, running, [self.state[p]["momentum_buffer"] for p in running], first=False)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], buffers: list[Tensor], first: bool) -> None:
+        if params:
+            proximal_sgd_step_(
+                params,
+                [p.grad for p in params],  # type: ignore[misc]
+                [self.state[p]["anchor"] for p in params] if group["lam"] != 0 else [],
+                group["lr"],
+                group["lam"],
+                group["momentum"],
+                group["weight_decay"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                momentum_buffers=buffers,
+                first=first,
+            )

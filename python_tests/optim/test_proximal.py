@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from pfl_ext.optim import ProximalSGD
+
+OPTIONS = {
+    "plain": {},
+    "momentum": {"momentum": 0.5},
+    "nesterov": {"momentum": 0.5, "nesterov": True},
+    "all": {"momentum": 0.5, "dampening": 0.5, "weight_decay": 0.125, "maximize": True},
+}
+
+
+def network(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def data(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(20, 6, generator=generator).to(dtype), torch.randint(0, 3, (20,), generator=generator)
+
+
+def train(net, optimizer, steps, lam=0.0, anchors=()):
+    x, y = data(next(net.parameters()).dtype)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        for p, w in zip(net.parameters(), anchors, strict=False):
+            loss = loss + lam / 2 * (p - w).square().sum()
+        loss.backward()
+        optimizer.step()
+
+
+def parameters(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_without_lam_it_is_torchs_sgd_to_the_bit(options):
+    # Numbers that are powers of two make products exact, so that torch's fused multiply-add rounds as we do.
+    net, other = network(), network()
+    train(net, ProximalSGD(net.parameters(), lr=0.25, lam=0.0, **OPTIONS[options]), 5)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.25, **OPTIONS[options]), 5)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(net), parameters(other), strict=True))
+
+
+@pytest.mark.parametrize("options", ["plain", "momentum", "nesterov"])
+def test_it_is_sgd_on_the_loss_with_the_proximal_term(options):
+    net, other, anchors = (
+        network(dtype=torch.float64),
+        network(dtype=torch.float64),
+        parameters(network(3, torch.float64)),
+    )
+    train(net, ProximalSGD(net.parameters(), lr=0.1, lam=0.7, anchors=anchors, **OPTIONS[options]), 5)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1, **OPTIONS[options]), 5, 0.7, anchors)
+    for a, b in zip(parameters(net), parameters(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_the_default_anchor_is_where_the_parameters_were():
+    net, start = network(), parameters(network())
+    optimizer = ProximalSGD(net.parameters(), lr=0.1, lam=10.0)
+    train(net, optimizer, 20)
+    near = sum((a - b).norm() for a, b in zip(parameters(net), start, strict=True))
+    free = network()
+    train(free, ProximalSGD(free.parameters(), lr=0.1, lam=0.0), 20)
+    assert near < 0.2 * sum((a - b).norm() for a, b in zip(parameters(free), start, strict=True))
+    optimizer.set_anchors([torch.zeros_like(p) for p in net.parameters()])
+    train(net, optimizer, 200)
+    assert all(p.norm() < 0.2 for p in net.parameters())
+
+
+def test_feddyn_by_a_shifted_anchor():
+    alpha, net, other = 0.5, network(dtype=torch.float64), network(dtype=torch.float64)
+    start, state = parameters(net), parameters(network(4, torch.float64))
+    shifted = [w + h / alpha for w, h in zip(start, state, strict=True)]
+    train(net, ProximalSGD(net.parameters(), lr=0.1, lam=alpha, anchors=shifted), 4)
+    x, y = data(torch.float64)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(4):
+        plain.zero_grad()
+        loss = nn.functional.cross_entropy(other(x), y)
+        for p, w, h in zip(other.parameters(), start, state, strict=True):
+            loss = loss - (h * p).sum() + alpha / 2 * (p - w).square().sum()
+        loss.backward()
+        plain.step()
+    for a, b in zip(parameters(net), parameters(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_parameters_that_get_their_first_gradient_later_begin_their_momentum_then():
+    results = []
+    for make in (
+        lambda p: ProximalSGD(p, lr=0.25, lam=0.0, momentum=0.5, dampening=0.25),
+        lambda p: torch.optim.SGD(p, lr=0.25, momentum=0.5, dampening=0.25),
+    ):
+        a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        optimizer = make([a, b])
+        for used in ([a], [a, b], [b], [a, b]):
+            optimizer.zero_grad()
+            sum(x.square().sum() for x in used).backward()
+            optimizer.step()
+        results.append((a.detach(), b.detach()))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_a_resumed_run_is_identical_to_an_unbroken_one():
+    net = network()
+    optimizer = ProximalSGD(net.parameters(), lr=0.1, lam=0.3, momentum=0.9, anchors=parameters(network(3)))
+    train(net, optimizer, 2)
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(net, optimizer, 2)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = network(5)
+    resumed.load_state_dict(saved["net"])
+    other = ProximalSGD(resumed.parameters())
+    other.load_state_dict(saved["optimizer"])
+    train(resumed, other, 2)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(net), parameters(resumed), strict=True))
+
+
+def test_groups_closure_and_scheduler():
+    net = network()
+    optimizer = ProximalSGD(
+        [{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}], lr=0.1, lam=0.1
+    )
+    before, (x, y) = parameters(net), data()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert optimizer.step(closure) > 0
+    assert torch.equal(net[0].weight, before[0]) and not torch.equal(net[2].weight, before[2])
+    scheduler.step()
+    assert optimizer.param_groups[1]["lr"] == 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1"),
+        ({"lam": -1.0}, "lam is -1"),
+        ({"nesterov": True}, "nesterov needs momentum"),
+        ({"anchors": []}, "0 anchors for 4 parameters"),
+        ({"anchors": [torch.zeros(1)] * 4}, "anchor 0 is"),
+    ],
+)
+def test_bad_options_say_what_is_accepted(options, message):
+    with pytest.raises(ValueError, match=message):
+        ProximalSGD(network().parameters(), **options)
