@@ -287,11 +287,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 
 class _Scale(torch.autograd.Function):
-    """The stored gradient times the incoming one. It stands between autograd and a wrong second derivative."""
+    """The stored gradient times the incoming one, for ``create_graph=True``: it refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, incoming: Tensor, gradient: Tensor, normalizer: Tensor) -> Tensor:
-        """Scale."""
+    def forward(ctx: Any, incoming: Tensor, gradient: Tensor, normalizer: Tensor, student: Tensor) -> Tensor:
+        """Scale. ``student`` stands in for what the stored gradient was computed from."""
         return _scale(incoming, gradient, normalizer)
 
     @staticmethod
@@ -301,6 +301,11 @@ class _Scale(torch.autograd.Function):
             "the distillation losses compute their gradient in forward and cannot be differentiated twice; "
             "call backward without create_graph=True"
         )
+
+
+def _scale_once(incoming: Tensor, gradient: Tensor, normalizer: Tensor) -> Tensor:
+    result: Tensor = _Scale.apply(incoming, gradient, normalizer, gradient.new_empty(0, requires_grad=True))
+    return result
 
 
 def _scale(incoming: Tensor, gradient: Tensor, normalizer: Tensor) -> Tensor:
@@ -318,7 +323,7 @@ def _backward(ctx: Any, incoming: Tensor | None, *_: Tensor | None) -> tuple[Any
         if not ctx.need_grad:
             raise RuntimeError("the gradient was not computed: the op was called with need_grad=False")
         if torch.is_grad_enabled():  # create_graph=True
-            result = _Scale.apply(incoming, gradient, normalizer)
+            result = _scale_once(incoming, gradient, normalizer)
         else:
             result = _scale(incoming, gradient, normalizer)
     return result, [None] * ctx.teachers, *[None] * 13
@@ -353,7 +358,7 @@ class _Loss(torch.autograd.Function):
         """Scale what was kept."""
         gradient, normalizer = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _Scale.apply(incoming, gradient, normalizer), None
+            return _scale_once(incoming, gradient, normalizer), None
         if _is_one(incoming, gradient) and not torch._C._autograd._get_current_graph_task_keep_graph():
             return gradient, None  # nobody else will see it: the graph is freed after this
         return _scale(incoming, gradient, normalizer), None
@@ -404,11 +409,12 @@ def _weigh_teachers(
         raise ValueError("no teachers given; at least one is needed")
     if weights is None:
         return listed, None
+    given = weights.tolist() if isinstance(weights, Tensor) and weights.dim() == 1 else weights
     try:
-        shares = _weigh(weights.detach() if isinstance(weights, Tensor) else weights, count, normalize=True)
+        shares = _weigh(given, count, normalize=True)
     except ValueError as error:
         raise ValueError(str(error).replace("client", "teacher")) from None
-    used = [m for m, share in enumerate(shares.tolist()) if share != 0]
+    used = [m for m, weight in enumerate(given) if weight != 0]
     if len(used) < count:
         each = listed[0].unbind(0) if listed[0].dim() == 3 else listed
         return [each[m] for m in used], shares[used]
