@@ -10,7 +10,7 @@ namespace pfl {
 
 // e^x for x <= 0. NaN stays NaN; what would be subnormal is 0, and so is e^-infinity.
 PFL_HD float exp_nonpositive(float x) {
-  constexpr float kSmallest = -87.0f;  // e^-87 is 1.4 times the smallest normal number
+  constexpr float kSmallest = -87.0f;    // e^-87 is 1.4 times the smallest normal number
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
   const float clamped = x < kSmallest ? kSmallest : x;
   const float shifted = clamped * 1.44269504089f + kRound;
@@ -53,8 +53,8 @@ PFL_HD double exp_nonpositive(double x) {
 }
 
 // log x for positive normal x; infinity and NaN stay what they are.
-// With x = 2^e m, m in [1/sqrt 2, sqrt 2), f = m - 1 and s = f / (2 + f): log m = 2 atanh s = f - (f^2/2 - s (f^2/2 + R)),
-// R = s^2 (2/3 + 2/5 s^2 + ...).
+// With x = 2^e m, m in [1/sqrt 2, sqrt 2), f = m - 1 and s = f / (2 + f): log m = 2 atanh s = f - (f^2/2 - s (f^2/2 +
+// R)), R = s^2 (2/3 + 2/5 s^2 + ...).
 PFL_HD float log_positive(float x) {
   // Adding 1 - 1/sqrt 2, in bits, makes the exponent field step at 1/sqrt 2 instead of at 1.
   const uint32_t bits = bit_copy<uint32_t>(x) + (0x3f800000u - 0x3f3504f3u);
@@ -86,8 +86,8 @@ PFL_HD double log_positive(double x) {
   p = p * w + 0.39999999999899197894;
   p = p * w + 0.66666666666666696969;
   const double half_square = 0.5 * (f * f);
-  const double value =
-      e * 6.93147180369123816490e-01 + (f - (half_square - (s * (half_square + p * w) + e * 1.90821492927058770002e-10)));
+  const double value = e * 6.93147180369123816490e-01 +
+                       (f - (half_square - (s * (half_square + p * w) + e * 1.90821492927058770002e-10)));
   return x < bit_copy<double>(0x7ff0000000000000ull) ? value : x;
 }
 

@@ -40,14 +40,20 @@ void reduce(const void* losses, int64_t rows, double divisor, void* loss, void* 
 }
 
 std::tuple<Tensor, Tensor, Tensor> distillation_loss(const Tensor& student, const std::vector<Tensor>& teachers,
-                                                const std::optional<Tensor>& weights,
-                                                const std::optional<Tensor>& target,
-                                                const std::optional<Tensor>& sample_weights, double temperature,
-                                                double soft_scale, double hard_scale, double label_smoothing,
-                                                int64_t ignore_index, int64_t average, bool cross_entropy,
-                                                bool multilabel, int64_t reduction, bool need_grad) {
-  const DistillationOptions options{static_cast<Average>(average), cross_entropy, multilabel,      temperature,
-                                    soft_scale,                    hard_scale,    label_smoothing, ignore_index};
+                                                     const std::optional<Tensor>& weights,
+                                                     const std::optional<Tensor>& target,
+                                                     const std::optional<Tensor>& sample_weights, double temperature,
+                                                     double soft_scale, double hard_scale, double label_smoothing,
+                                                     int64_t ignore_index, int64_t average, bool cross_entropy,
+                                                     bool multilabel, int64_t reduction, bool need_grad) {
+  const DistillationOptions options{static_cast<Average>(average),
+                                    cross_entropy,
+                                    multilabel,
+                                    temperature,
+                                    soft_scale,
+                                    hard_scale,
+                                    label_smoothing,
+                                    ignore_index};
   glue::DistillationProblem problem(student, teachers, weights, target, sample_weights, options, reduction,
                                     /*on_cpu=*/true);
   const DistillationKernels& kernels = distillation();
@@ -80,8 +86,8 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(const Tensor& student, cons
   Tensor losses = problem.new_like(student, {problem.rows});
   Tensor loss = per_row ? losses : problem.new_like(student, {});
   Tensor normalizer = problem.new_like(student, {});
-  Tensor gradient = torch::stable::new_empty(student, need_grad ? std::vector<int64_t>{problem.rows, problem.classes}
-                                                                : std::vector<int64_t>{0});
+  Tensor gradient = torch::stable::new_empty(
+      student, need_grad ? std::vector<int64_t>{problem.rows, problem.classes} : std::vector<int64_t>{0});
   rows.losses = losses.mutable_data_ptr();
   rows.gradient = need_grad ? gradient.mutable_data_ptr() : nullptr;
 

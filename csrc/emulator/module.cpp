@@ -6,6 +6,7 @@
 // One entry for each file of bindings: X(family) calls bind_family().
 #define PFL_EMULATOR_FAMILIES(X) \
   X(averaging)                   \
+  X(distillation)                \
   X(selftest)                    \
   X(selftest_numerics)
 

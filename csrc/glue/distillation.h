@@ -42,7 +42,8 @@ struct DistillationProblem {
       const Tensor& w = *weight_tensor;
       if (!w.is_cpu() || w.scalar_type() != ScalarType::Double || w.dim() != 1 || w.numel() != count ||
           !w.is_contiguous()) {
-        fail(kOp, ": weights are ", describe(w), " for ", count, " teachers; a contiguous float64 vector on the CPU with one weight a teacher is accepted");
+        fail(kOp, ": weights are ", describe(w), " for ", count,
+             " teachers; a contiguous float64 vector on the CPU with one weight a teacher is accepted");
       }
       const double* values = static_cast<const double*>(w.const_data_ptr());
       teacher_weights.assign(values, values + count);

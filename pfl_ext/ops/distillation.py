@@ -102,7 +102,9 @@ def _check(
             )
     count = teachers[0].shape[0] if stacked else len(teachers)
     if weights is not None and (weights.device.type, weights.dtype, weights.shape) != ("cpu", torch.float64, (count,)):
-        raise ValueError(f"weights are {_describe(weights)} for {count} teachers; float64 [{count}] on the CPU is accepted")
+        raise ValueError(
+            f"weights are {_describe(weights)} for {count} teachers; float64 [{count}] on the CPU is accepted"
+        )
     accumulate = _accumulate_type(student.dtype)
     if target is None and hard_scale != 0:
         raise ValueError(f"the hard term has the scale {hard_scale} and no target")
@@ -389,7 +391,9 @@ def _teacher_list(teachers: Teachers) -> tuple[list[Tensor], int]:
     """The teachers as the op takes them, and how many they are."""
     if isinstance(teachers, Tensor):
         if teachers.dim() != 3:
-            raise ValueError(f"teachers is {_describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted")
+            raise ValueError(
+                f"teachers is {_describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted"
+            )
         return [teachers.detach()], teachers.shape[0]
     listed = list(teachers)
     for m, x in enumerate(listed):
@@ -400,9 +404,7 @@ def _teacher_list(teachers: Teachers) -> tuple[list[Tensor], int]:
     return listed, len(listed)
 
 
-def _weigh_teachers(
-    teachers: Teachers, weights: Sequence[float] | Tensor | None
-) -> tuple[list[Tensor], Tensor | None]:
+def _weigh_teachers(teachers: Teachers, weights: Sequence[float] | Tensor | None) -> tuple[list[Tensor], Tensor | None]:
     """Teachers and normalised weights; those of weight 0 are left out, so that nothing they hold matters."""
     listed, count = _teacher_list(teachers)
     if count == 0:

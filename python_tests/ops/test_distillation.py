@@ -102,7 +102,9 @@ def assert_loss_and_gradient(loss, gradient, expected, expected_gradient, dtype,
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("multilabel", [False, True], ids=["softmax", "multilabel"])
 def test_ensemble_loss_and_gradient_are_within_rounding_of_the_definition(device, dtype, average, multilabel):
-    for (batch, classes), soft, count in zip(SHAPES, itertools.cycle(["kl", "ce"]), itertools.cycle([1, 2, 4, 5, 9]), strict=False):
+    for (batch, classes), soft, count in zip(
+        SHAPES, itertools.cycle(["kl", "ce"]), itertools.cycle([1, 2, 4, 5, 9]), strict=False
+    ):
         student, teachers = random_case(batch, classes, count, dtype, device)
         weights = [float(m + 1) for m in range(count)]
         shares = [w / sum(weights) for w in weights]
@@ -174,7 +176,21 @@ def test_native_kernel_agrees_with_the_reference_in_everything_at_once(device, d
         rows = torch.linspace(0.5, 2, batch, device=device, dtype=accumulate)
         rows[-1] = 0
         shares = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-        arguments = (teachers, shares, target, rows, 3.0, 0.6, 0.4, 0.05, -7, average, cross_entropy, multilabel, reduction)
+        arguments = (
+            teachers,
+            shares,
+            target,
+            rows,
+            3.0,
+            0.6,
+            0.4,
+            0.05,
+            -7,
+            average,
+            cross_entropy,
+            multilabel,
+            reduction,
+        )
         native, reference = OP(student.detach(), *arguments, True), OP.reference(student.detach(), *arguments, True)
         loss_error, gradient_error = rounding(dtype, classes, 12.0)
         scale = 4.0 * (batch if reduction == 1 else 1) * (classes if multilabel else 1)
@@ -270,7 +286,9 @@ def test_each_term_of_the_loss_has_a_gradient(device):
     for multilabel in (False, True):
         labels = F.one_hot(target, 10).float() if multilabel else target
         for lam, soft in [(0.0, "kl"), (1.0, "kl"), (1.0, "ce")]:
-            gradient = gradient_of(distillation_loss(student, teacher, labels, lam, 3.0, soft, multilabel=multilabel), student)
+            gradient = gradient_of(
+                distillation_loss(student, teacher, labels, lam, 3.0, soft, multilabel=multilabel), student
+            )
             assert gradient.abs().min() > 0
     for average in AVERAGES:
         assert gradient_of(ensemble_distillation_loss(student, [teacher], average=average), student).abs().min() > 0
@@ -397,7 +415,9 @@ def test_a_sample_that_is_left_out_counts_nowhere_whatever_it_holds(device, clas
     gradient = gradient_of(loss, spoilt)
     assert gradient[ignore].abs().max() == 0
     assert gradient[~ignore].isfinite().all()
-    both = ensemble_distillation_loss(spoilt, teachers, ignore=ignore, sample_weights=torch.ones(20, device=device), multilabel=multilabel)
+    both = ensemble_distillation_loss(
+        spoilt, teachers, ignore=ignore, sample_weights=torch.ones(20, device=device), multilabel=multilabel
+    )
     torch.testing.assert_close(both, loss)
 
 
@@ -408,7 +428,8 @@ def test_ignore_index_leaves_a_sample_out_of_both_terms(device):
     loss = distillation_loss(student, teacher, target, 0.5, 2, ignore_index=255)
     torch.testing.assert_close(loss, distillation_loss(student[kept], teacher[kept], target[kept], 0.5, 2))
     torch.testing.assert_close(
-        distillation_loss(student, teacher, target, 0, 1, ignore_index=255), F.cross_entropy(student, target, ignore_index=255)
+        distillation_loss(student, teacher, target, 0, 1, ignore_index=255),
+        F.cross_entropy(student, target, ignore_index=255),
     )
 
 
@@ -436,7 +457,9 @@ def test_a_masked_class_is_as_if_it_were_not_there(device, dtype, average, class
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     gradient = gradient_of(loss, masked)
     assert gradient[:, mask].abs().max() == 0
-    torch.testing.assert_close(gradient[:, ~mask], gradient_of(expected, small), rtol=torch.finfo(dtype).eps * 4, atol=1e-6)
+    torch.testing.assert_close(
+        gradient[:, ~mask], gradient_of(expected, small), rtol=torch.finfo(dtype).eps * 4, atol=1e-6
+    )
 
 
 def test_masked_in_the_student_alone_the_loss_is_infinite_and_the_gradient_finite(device):
@@ -480,7 +503,9 @@ def test_infinite_logits_in_the_multilabel_form_are_certainties(device):
 
 def everything(dtype, device="cpu"):
     results = []
-    for (batch, classes), average, multilabel in itertools.product([(2049, 10), (301, 100), (40, 1009)], AVERAGES, [False, True]):
+    for (batch, classes), average, multilabel in itertools.product(
+        [(2049, 10), (301, 100), (40, 1009)], AVERAGES, [False, True]
+    ):
         student, teachers = random_case(batch, classes, 5, dtype, device)
         loss = ensemble_distillation_loss(student, teachers, [5, 4, 3, 2, 1], 2, average, multilabel=multilabel)
         results += [loss, gradient_of(loss, student)]
@@ -525,11 +550,15 @@ def test_gradcheck(device, reduction, multilabel):
         target = F.one_hot(target.clamp(0), 5).double()
     for average, soft in itertools.product(AVERAGES, ["kl", "ce"]):
         assert torch.autograd.gradcheck(
-            lambda x: ensemble_distillation_loss(x, teachers, [1, 2, 3], 2.0, average, reduction, soft=soft, multilabel=multilabel),  # noqa: B023
+            lambda x: ensemble_distillation_loss(
+                x, teachers, [1, 2, 3], 2.0, average, reduction, soft=soft, multilabel=multilabel
+            ),  # noqa: B023
             (student,),
         )
     assert torch.autograd.gradcheck(
-        lambda x: distillation_loss(x, teachers[0], target, 0.3, 2.0, reduction=reduction, multilabel=multilabel, label_smoothing=0.1),
+        lambda x: distillation_loss(
+            x, teachers[0], target, 0.3, 2.0, reduction=reduction, multilabel=multilabel, label_smoothing=0.1
+        ),
         (student,),
     )
 
@@ -627,7 +656,23 @@ def test_the_public_functions_compile_without_a_graph_break(device):
 def test_fake_tensors_on_a_cuda_device_need_no_gpu():
     with torch._subclasses.FakeTensorMode():
         student = torch.empty(5, 3, device="cuda", dtype=torch.bfloat16)
-        loss, gradient, normalizer = OP(student, [torch.empty(4, 5, 3, device="cuda", dtype=torch.bfloat16)], None, None, None, 1.0, 1.0, 0.0, 0.0, -100, 0, False, False, 0, True)
+        loss, gradient, normalizer = OP(
+            student,
+            [torch.empty(4, 5, 3, device="cuda", dtype=torch.bfloat16)],
+            None,
+            None,
+            None,
+            1.0,
+            1.0,
+            0.0,
+            0.0,
+            -100,
+            0,
+            False,
+            False,
+            0,
+            True,
+        )
     assert (loss.shape, loss.dtype, loss.device.type) == (torch.Size([5]), torch.float32, "cuda")
     assert (gradient.shape, gradient.dtype) == (torch.Size([5, 3]), torch.bfloat16)
     assert normalizer.shape == ()
@@ -644,7 +689,10 @@ def test_fake_tensors_on_a_cuda_device_need_no_gpu():
         (lambda s, t, y: ensemble_distillation_loss(s, t), r"a stack \[teachers, batch, classes\]"),
         (lambda s, t, y: ensemble_distillation_loss(s, [3.0]), "teacher 0 is a float"),
         (lambda s, t, y: ensemble_distillation_loss("s", [t]), "student is a str"),
-        (lambda s, t, y: ensemble_distillation_loss(s, [t, t[:3]]), r"teacher 1 is float32 \[3, 4\].*student is float32 \[5, 4\]"),
+        (
+            lambda s, t, y: ensemble_distillation_loss(s, [t, t[:3]]),
+            r"teacher 1 is float32 \[3, 4\].*student is float32 \[5, 4\]",
+        ),
         (lambda s, t, y: ensemble_distillation_loss(s, [t.double()]), "teacher 0 is float64"),
         (lambda s, t, y: ensemble_distillation_loss(s, [t.to("meta")]), "teacher 0 is .* on meta"),
         (lambda s, t, y: ensemble_distillation_loss(s[0], [t[0]]), r"student is float32 \[4\]"),
@@ -660,7 +708,10 @@ def test_fake_tensors_on_a_cuda_device_need_no_gpu():
         (lambda s, t, y: ensemble_distillation_loss(s, [t], reduction="max"), "reduction='max'"),
         (lambda s, t, y: ensemble_distillation_loss(s, [t], soft="js"), "soft='js'"),
         (lambda s, t, y: ensemble_distillation_loss(s, [t], ignore=torch.zeros(5)), "ignore is float32"),
-        (lambda s, t, y: ensemble_distillation_loss(s, [t], sample_weights=torch.zeros(4)), r"sample_weights are float32 \[4\]"),
+        (
+            lambda s, t, y: ensemble_distillation_loss(s, [t], sample_weights=torch.zeros(4)),
+            r"sample_weights are float32 \[4\]",
+        ),
         (lambda s, t, y: distillation_loss(s, t, y, -0.1, 1), "lam is -0.1"),
         (lambda s, t, y: distillation_loss(s, t, y, 1.1, 1), "lam is 1.1"),
         (lambda s, t, y: distillation_loss(s, t, y, math.nan, 1), "lam is nan"),
@@ -668,9 +719,15 @@ def test_fake_tensors_on_a_cuda_device_need_no_gpu():
         (lambda s, t, y: distillation_loss(s, t, y, 0.5, 1, label_smoothing=2), "label_smoothing is 2.0"),
         (lambda s, t, y: distillation_loss(s, t, y[:3], 0.5, 1), r"target is int64 \[3\]"),
         (lambda s, t, y: distillation_loss(s, t, y.float(), 0.5, 1), "integers are accepted"),
-        (lambda s, t, y: distillation_loss(s, t, y + 1, 0.5, 1), "target of row 3 is out of range; a class from 0 to 3"),
+        (
+            lambda s, t, y: distillation_loss(s, t, y + 1, 0.5, 1),
+            "target of row 3 is out of range; a class from 0 to 3",
+        ),
         (lambda s, t, y: distillation_loss(s, t, y - 1, 0.5, 1), "target of row 0 is out of range"),
-        (lambda s, t, y: distillation_loss(s, t, s + 9, 0.5, 1, multilabel=True), "target of row 0 is out of range; 0 to 1"),
+        (
+            lambda s, t, y: distillation_loss(s, t, s + 9, 0.5, 1, multilabel=True),
+            "target of row 0 is out of range; 0 to 1",
+        ),
         (lambda s, t, y: distillation_loss(s, t[0], y, 0.5, 1), "teacher 0 is"),
         (lambda s, t, y: ensemble_logits([t, t[:3]]), "teacher 1 is"),
         (lambda s, t, y: ensemble_logits([t.long()]), "teacher 0 is int64"),
@@ -692,6 +749,15 @@ def test_bad_calls_say_what_is_accepted_and_change_nothing(device, call, message
 
 def test_the_op_itself_refuses_what_does_not_fit(device):
     good = list(op_arguments(device))
-    for place, bad in {1: [], 2: torch.ones(2, dtype=torch.float64), 3: None, 4: torch.ones(3), 5: 0.0, 8: 1.5, 10: 3, 13: 4}.items():
+    for place, bad in {
+        1: [],
+        2: torch.ones(2, dtype=torch.float64),
+        3: None,
+        4: torch.ones(3),
+        5: 0.0,
+        8: 1.5,
+        10: 3,
+        13: 4,
+    }.items():
         with pytest.raises((RuntimeError, ValueError)):
             OP(*good[:place], bad, *good[place + 1 :])

@@ -28,8 +28,8 @@ Lanes<A> filled(A value) {
   return lanes;
 }
 
-// In a row all lanes get the sum over the lanes; in a tile every lane is a row of its own. By value: a sum whose address
-// is taken might be the memory that the loop around it writes, for all the compiler knows.
+// In a row all lanes get the sum over the lanes; in a tile every lane is a row of its own. By value: a sum whose
+// address is taken might be the memory that the loop around it writes, for all the compiler knows.
 template <bool kTile, typename A>
 Lanes<A> finished_sum(Lanes<A> x) {
   if constexpr (!kTile) {
@@ -138,8 +138,8 @@ struct Block {
         A w[kGroup] = {};
         const int64_t group = r.teachers - first < kGroup ? r.teachers - first : kGroup;
         for (int64_t g = 0; g < group; ++g) {
-          x[g] = as_accumulate(teacher(first + g) + row * classes + begin, length,
-                               buffer[kIsAccumulateType<T> ? 0 : g]);
+          x[g] =
+              as_accumulate(teacher(first + g) + row * classes + begin, length, buffer[kIsAccumulateType<T> ? 0 : g]);
           w[g] = static_cast<A>(r.teacher_weights[first + g]);
         }
         const A* __restrict x0 = x[0];
@@ -276,8 +276,8 @@ struct Block {
     }
     Lanes<A> loss;
     for (int l = 0; l < kLanes; ++l) {
-      loss.v[l] = (r.options.cross_entropy ? A(0) : entropy.v[l]) + cross.v[l] +
-                  total.v[l] * log_positive(student_sum->v[l]);
+      loss.v[l] =
+          (r.options.cross_entropy ? A(0) : entropy.v[l]) + cross.v[l] + total.v[l] * log_positive(student_sum->v[l]);
     }
     *target_sum = filled(A(1));
     return loss;

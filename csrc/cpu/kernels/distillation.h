@@ -16,8 +16,8 @@ struct DistillationRows {
   const void* student;
   const void* const* teacher;
   const double* teacher_weights;  // adding up to 1
-  const void* target;             // null without a hard term; int64 [rows], or A [rows, classes] for the multi-label form
-  const void* row_weights;        // A [rows] or null
+  const void* target;       // null without a hard term; int64 [rows], or A [rows, classes] for the multi-label form
+  const void* row_weights;  // A [rows] or null
   double gradient_scale;
   void* losses;    // A [rows]
   void* gradient;  // [rows, classes], or null
