@@ -12,8 +12,8 @@ For a sample with student logits :math:`a`, :math:`p = \mathrm{softmax}(a / T)`,
 * ``average="probs"``:   :math:`q = \sum_m w_m \, \mathrm{softmax}(z_m / T)`
 * ``average="losses"``:  the loss is :math:`\sum_m w_m \mathrm{KL}(q_m \| p)`; its gradient is that of ``"probs"``
 
-In the multi-label form each class is a question of its own: sigmoids instead of softmax, and the loss of a sample is the
-sum over its labels of the two-class divergence or cross-entropy.
+In the multi-label form each class is a question of its own: sigmoids instead of softmax, and the loss of a sample is
+the sum over its labels of the two-class divergence or cross-entropy.
 
 The gradient is computed with the loss, in one pass over the logits; backward scales it. It flows to the student alone:
 teachers, weights and targets are constants, also where they require gradients. Differentiating twice is refused.
@@ -22,11 +22,11 @@ Arithmetic is in float32 for float16, bfloat16 and float32, and in float64 for f
 gradient the student's. The result does not depend on the number of threads or the instruction set: it is the same to
 the bit.
 
-**Infinities and NaN.** A class whose logit is ``-inf`` is masked: its probability is 0 and, masked in teacher and student,
-it adds nothing. Masked in the student alone, it makes the divergence infinite; the gradient stays finite. A row with a NaN, a
-``+inf`` or nothing but ``-inf`` gets NaN for its loss and its gradient, as in torch, and no other row does. In the multi-label
-form, logits beyond 1e30 count as 1e30. A sample that is left out is not looked at: its loss and gradient are 0 whatever
-it holds.
+**Infinities and NaN.** A class whose logit is ``-inf`` is masked: its probability is 0 and, masked in teacher and
+student, it adds nothing. Masked in the student alone, it makes the divergence infinite; the gradient stays finite. A
+row with a NaN, a ``+inf`` or nothing but ``-inf`` gets NaN for its loss and its gradient, as in torch, and no other row
+does. In the multi-label form, logits beyond 1e30 count as 1e30. A sample that is left out is not looked at: its loss
+and gradient are 0 whatever it holds.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def _check(
         shape, dtype = (student.shape, accumulate) if multilabel else (student.shape[:1], torch.int64)
         if (target.shape, target.dtype, target.device) != (shape, dtype, student.device):
             raise ValueError(
-                f"target is {_describe(target)}, the student is {_describe(student)}; {str(dtype).removeprefix('torch.')} "
-                f"{list(shape)} on the same device is accepted"
+                f"target is {_describe(target)}, the student is {_describe(student)}; "
+                f"{str(dtype).removeprefix('torch.')} {list(shape)} on the same device is accepted"
             )
     if sample_weights is not None:
         expected = (student.shape[:1], accumulate, student.device)
@@ -367,7 +367,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _is_one(incoming: Tensor, gradient: Tensor) -> bool:
-    """Whether backward starts at this loss, and the gradient is complete. Asked on the CPU only, where asking is free."""
+    """Whether backward starts at this loss and the gradient is complete. Asked on the CPU alone: there it is free."""
     complete = gradient.dtype in (torch.float32, torch.float64)
     return complete and incoming.dim() == 0 and incoming.device.type == "cpu" and incoming.item() == 1.0
 
@@ -383,7 +383,7 @@ def _loss(student: Tensor, *arguments: Any) -> Tensor:
         loss = _distillation(student, *arguments, False)[0]
         return loss
     except RuntimeError:
-        _check(student, *arguments, True)  # says the same as the native kernel, as a ValueError
+        _check(*(student, *arguments, True))  # says the same as the native kernel, as a ValueError
         raise
 
 
@@ -464,21 +464,20 @@ def ensemble_distillation_loss(
     sample_weights: Tensor | None = None,
     ignore: Tensor | None = None,
 ) -> Tensor:
-    r"""Distil M teachers into a student: the server's step of PerAda (equation 3 and Algorithm 1, line 21), and FedDF's.
+    r"""Distil M teachers into a student: the server's step of PerAda (Algorithm 1, line 21), and FedDF's.
 
     .. math:: \ell = \frac{1}{B} \sum_j \mathrm{KL}\Big(\mathrm{softmax}\big(\tfrac{1}{T} \sum_m w_m z_m(x_j)\big)
               \;\Big\|\; \mathrm{softmax}\big(\tfrac{1}{T} a(x_j)\big)\Big)
 
-    The paper writes KL(teacher, student) without saying which is first; with the teacher first, the gradient is p - q as
-    in the distillation that it cites, and so are the official code and the default here. It has no temperature: 1 is the
-    default, and the factor :math:`T^2` that keeps gradients of one size over temperatures is the option
-    ``temperature_squared``.
+    The paper's KL(teacher, student) is read with the teacher's distribution in front, as in the distillation that it
+    cites. It has no temperature: 1 is the default, and the factor :math:`T^2`, which keeps gradients of one size over
+    temperatures, is the option ``temperature_squared``.
 
     Args:
         student: logits [B, C]. The gradient goes to it alone.
         teachers: logits of M teachers, stacked as [M, B, C] or a list of [B, C], of the student's type and device.
-        weights: one number a teacher, not negative, divided by their sum; equal by default. A teacher of weight 0 is not
-            read.
+        weights: one number a teacher, not negative, divided by their sum; equal by default. A teacher of weight 0 is
+            not read.
         temperature: T > 0.
         average: what is averaged over the teachers: ``"logits"``, ``"probs"`` or ``"losses"`` (see the module).
         reduction: ``"mean"`` divides the sum by the weight of all samples that count (of all labels, in the multi-label
@@ -526,7 +525,7 @@ def distillation_loss(
     sample_weights: Tensor | None = None,
     ignore: Tensor | None = None,
 ) -> Tensor:
-    r"""Labels and one teacher: the objective of PersFL (equation 3) and, with ``soft="ce"``, of PersFL-GD (equation 7).
+    r"""Labels and one teacher: the objective of PersFL (equation 3), and of PersFL-GD (equation 7) with ``soft="ce"``.
 
     .. math:: (1 - \lambda) \, \mathrm{CE}(y, \mathrm{softmax}(a))
               + \lambda T^2 \, \mathrm{KL}(\mathrm{softmax}(z / T) \,\|\, \mathrm{softmax}(a / T))
@@ -544,8 +543,8 @@ def distillation_loss(
         reduction: as in :func:`ensemble_distillation_loss`.
         label_smoothing: of the hard term, as in :func:`torch.nn.functional.cross_entropy`; in the multi-label form a
             label y becomes y (1 - s) + s / 2.
-        ignore_index: a sample with this target counts in neither term and not in the mean. In the multi-label form it is a
-            label that is left out (CheXpert's uncertain labels: -1), not the whole sample.
+        ignore_index: a sample with this target counts in neither term and not in the mean. In the multi-label form it
+            is a label that is left out (CheXpert's uncertain labels: -1), not the whole sample.
         multilabel: binary cross-entropy and two-class divergences, summed over the labels of a sample.
         sample_weights: as in :func:`ensemble_distillation_loss`.
         ignore: as in :func:`ensemble_distillation_loss`.
@@ -554,8 +553,8 @@ def distillation_loss(
         The loss in float32 (float64 for a float64 student).
 
     Raises:
-        ValueError: if shapes, types, devices or numbers do not fit; nothing is computed then. A target out of range is an
-            error on the CPU. On a GPU, looking at it would mean to wait for it: the sample's loss is NaN there.
+        ValueError: if shapes, types, devices or numbers do not fit; nothing is computed then. A target out of range is
+            an error on the CPU. On a GPU, looking at it would mean to wait for it: the sample's loss is NaN there.
     """
     _as_tensor("student", student)
     _as_tensor("teacher", teacher)
@@ -584,8 +583,8 @@ def distillation_loss(
 def ensemble_logits(teachers: Teachers, weights: Sequence[float] | Tensor | None = None) -> Tensor:
     r"""The teachers' mean logits :math:`\sum_m w_m z_m`, [B, C] in their type, to be kept for later steps.
 
-    Frozen teachers give the same logits for a sample every time: average them once, and distil from the result as from a
-    single teacher. In float32 and float64 at temperature 1 that gives the bits of
+    Frozen teachers give the same logits for a sample every time: average them once, and distil from the result as from
+    a single teacher. In float32 and float64 at temperature 1 that gives the bits of
     :func:`ensemble_distillation_loss` with all teachers. Weights are as there, and no gradient is kept.
     """
     listed, shares = _weigh_teachers(teachers, weights)
@@ -594,8 +593,8 @@ def ensemble_logits(teachers: Teachers, weights: Sequence[float] | Tensor | None
     for m, x in enumerate(each):
         if x.dtype not in _FLOATS or (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
             raise ValueError(
-                f"teacher {m} is {_describe(x)}, teacher 0 is {_describe(first)}; logits of one floating type, shape and "
-                "device are accepted"
+                f"teacher {m} is {_describe(x)}, teacher 0 is {_describe(first)}; "
+                "logits of one floating type, shape and device are accepted"
             )
     if shares is None:
         shares = torch.full((len(each),), 1.0 / len(each), dtype=torch.float64)

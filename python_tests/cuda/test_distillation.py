@@ -28,8 +28,9 @@ def random_logits(shape, dtype, seed, offset=0):
     return (torch.randn(math.prod(shape) + offset, generator=generator) * 3).to(dtype)[offset:].view(shape)
 
 
-def run(emulator, student, teachers, shares=None, target=None, rows=None, temperature=2.0, soft=0.6, hard=0.0, smoothing=0.0,
-        ignore_index=-100, average=0, cross_entropy=False, multilabel=False, reduction=2, need_grad=True):  # fmt: skip
+def run(emulator, student, teachers, shares=None, target=None, rows=None, temperature=2.0, soft=0.6, hard=0.0,
+        smoothing=0.0, ignore_index=-100, average=0, cross_entropy=False, multilabel=False, reduction=2,
+        need_grad=True):  # fmt: skip
     """The emulated kernels and the reference on the same arguments."""
     accumulate = torch.float64 if student.dtype == torch.float64 else torch.float32
     batch, classes = student.shape

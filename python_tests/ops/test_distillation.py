@@ -73,9 +73,9 @@ def assert_same_bits(actual, expected):
 def rounding(dtype, classes, largest):
     """Error of a sample's loss and of its gradient in units of the accumulate type.
 
-    A logit of size L is divided by the temperature and differs from the largest with an error of 2 L u, which e^x passes on
-    as a relative error; e^x itself has 1.5 u, and the sums over the classes, 16 at once, c / 16 + 4 u. The loss weighs
-    logarithms of size up to 2 L + log c with probabilities that have that error.
+    A logit of size L is divided by the temperature and differs from the largest with an error of 2 L u, which e^x
+    passes on as a relative error; e^x itself has 1.5 u, and the sums over the classes, 16 at once, c / 16 + 4 u. The
+    loss weighs logarithms of size up to 2 L + log c with probabilities that have that error.
     """
     unit = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     relative = (4 * largest + classes / 16 + 12) * unit
@@ -337,8 +337,8 @@ def test_a_teacher_of_weight_zero_is_not_read(device):
     student, teachers = random_case(5, 10, 3, torch.float32, device)
     expected = ensemble_distillation_loss(student, [teachers[0], teachers[2]], [1, 3])
     teachers[1].fill_(math.nan)
-    for given in (teachers, torch.stack(teachers)):
-        assert_same_bits([ensemble_distillation_loss(student, given, [1, 0, 3])], [expected])
+    for form in (teachers, torch.stack(teachers)):
+        assert_same_bits([ensemble_distillation_loss(student, form, [1, 0, 3])], [expected])
     assert ensemble_logits(teachers, [1, 0, 3]).isfinite().all()
 
 
@@ -348,10 +348,10 @@ def test_non_contiguous_and_offset_views_give_what_their_copies_give(device, dty
     views = [x.t() for x in base]
     flat = base.flatten()[3 : 3 + 600].view(25, 24)
     for student in (views[0], flat):
-        given = [views[1], views[2], flat]
-        copies = [x.clone(memory_format=torch.contiguous_format) for x in given]
+        teachers = [views[1], views[2], flat]
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in teachers]
         losses = []
-        for s, t in ((student, given), (student.clone(memory_format=torch.contiguous_format), copies)):
+        for s, t in ((student, teachers), (student.clone(memory_format=torch.contiguous_format), copies)):
             leaf = s.detach().requires_grad_()
             loss = ensemble_distillation_loss(leaf, t)
             losses.append([loss, gradient_of(loss, leaf)])
@@ -550,9 +550,9 @@ def test_gradcheck(device, reduction, multilabel):
         target = F.one_hot(target.clamp(0), 5).double()
     for average, soft in itertools.product(AVERAGES, ["kl", "ce"]):
         assert torch.autograd.gradcheck(
-            lambda x: ensemble_distillation_loss(
+            lambda x, average=average, soft=soft: ensemble_distillation_loss(
                 x, teachers, [1, 2, 3], 2.0, average, reduction, soft=soft, multilabel=multilabel
-            ),  # noqa: B023
+            ),
             (student,),
         )
     assert torch.autograd.gradcheck(

@@ -17,7 +17,7 @@ constexpr int64_t kMostTileClasses = 40;
 inline bool in_tiles(int64_t classes) { return classes <= kMostTileClasses; }
 
 template <typename A>
-struct alignas(64) Lanes {
+struct Lanes {
   A v[kLanes];
 };
 

@@ -327,8 +327,9 @@ __device__ inline void multilabel_row(const DistillationArguments& args, int64_t
   if (thread == 0) static_cast<A*>(args.losses)[row] = state.kept ? loss * state.weight : A(0);
 }
 
-template <typename T, int kThreads>
-__global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kRowsPerBlock : kThreads)
+// The second bound lets ptxas use 128 registers a thread: left to itself it keeps to fewer on sm_75, and spills.
+template <typename T, int kThreads, bool kMultilabel>
+__global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kRowsPerBlock : kThreads, kThreads == kWarp ? 4 : 2)
     distillation_kernel(const __grid_constant__ DistillationArguments args) {
   using A = accumulate_t<T>;
   PFL_DYNAMIC_SHARED(A, shared);
@@ -338,7 +339,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kRowsPerBlock : kT
   A* cache = args.cache == nullptr ? shared + slot * args.classes
                                    : static_cast<A*>(args.cache) + static_cast<int64_t>(blockIdx.x) * args.classes;
   for (int64_t row = blockIdx.x * at_once + slot; row < args.rows; row += gridDim.x * at_once) {
-    if (args.options.multilabel) {
+    if constexpr (kMultilabel) {
       multilabel_row<T, kThreads>(args, row, scratch);
     } else {
       softmax_row<T, kThreads>(args, row, cache, scratch);
@@ -412,13 +413,14 @@ void launch_distillation(DType dtype, const DistillationArguments& args, Launch 
   using A = accumulate_t<T>;
   if (args.count_divisor) launch(count_kernel<A>, int64_t{1}, kReduceThreads, int64_t{0}, args);
   if (args.rows > 0) {
-    const int64_t grid = row_blocks(dtype, args.rows, args.classes);
-    const int64_t shared = args.cache == nullptr ? cache_bytes(dtype, args.classes) : 0;
-    if (in_warps(args.classes)) {
-      launch(distillation_kernel<T, kWarp>, grid, kWarp * kRowsPerBlock, shared, args);
-    } else {
-      launch(distillation_kernel<T, kLongRowThreads>, grid, kLongRowThreads, shared, args);
-    }
+    const bool warps = in_warps(args.classes);
+    const auto long_rows = args.options.multilabel ? distillation_kernel<T, kLongRowThreads, true>
+                                                   : distillation_kernel<T, kLongRowThreads, false>;
+    const auto short_rows =
+        args.options.multilabel ? distillation_kernel<T, kWarp, true> : distillation_kernel<T, kWarp, false>;
+    launch(warps ? short_rows : long_rows, row_blocks(dtype, args.rows, args.classes),
+           warps ? kWarp * kRowsPerBlock : kLongRowThreads,
+           args.cache == nullptr ? cache_bytes(dtype, args.classes) : 0, args);
   }
   launch(reduce_kernel<A>, int64_t{1}, kReduceThreads, int64_t{0}, args);
 }
