@@ -10,13 +10,15 @@ from pathlib import Path
 
 import torch
 
-from . import averaging, machine, proximal, report, sharpness
+from . import averaging, distillation, machine, proximal, report, sharpness, spectral
 from .case import Family, Grid, Skipped, WrongResult
 from .measure import MIN_ROUNDS, ReadBandwidth, Result, race
 
 __all__ = ["FAMILIES", "main"]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (averaging.FAMILY, proximal.FAMILY, sharpness.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (averaging, spectral, sharpness, distillation, proximal)
+}
 
 _ROUNDS, _QUICK_ROUNDS = 30, 10
 _SECONDS, _QUICK_SECONDS = 8.0, 1.0

@@ -17,6 +17,8 @@ class CurrentStream {
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
+  cudaStream_t get() const { return stream_; }
+
   // For the launch_* functions of kernels/: launch(kernel, grid, args).
   auto launcher() const {
     return [stream = stream_](auto kernel, int64_t grid, const auto& args) {

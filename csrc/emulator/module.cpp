@@ -6,10 +6,12 @@
 // One entry for each file of bindings: X(family) calls bind_family().
 #define PFL_EMULATOR_FAMILIES(X) \
   X(averaging)                   \
+  X(distillation)                \
   X(proximal)                    \
-  X(sharpness)                   \
   X(selftest)                    \
-  X(selftest_numerics)
+  X(selftest_numerics)           \
+  X(sharpness)                   \
+  X(spectral)
 
 #define PFL_DECLARE(family) void bind_##family(pybind11::module_& m);
 PFL_EMULATOR_FAMILIES(PFL_DECLARE)

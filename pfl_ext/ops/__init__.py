@@ -1,17 +1,25 @@
 """The fused ops, one family a module. Each works on any device; ``pfl-ext info`` shows which kernel serves it."""
 
 from .averaging import StreamingAverage, server_update, weighted_average
+from .distillation import distillation_loss, ensemble_distillation_loss, ensemble_logits
 from .proximal import proximal_sgd_step_, squared_distance
 from .sharpness import layer_groups, lwsam_perturb_, personalization_scores, restore_
+from .spectral import SpectralTeacher, spectral_divergence, spectrum
 
 __all__ = [
+    "SpectralTeacher",
     "StreamingAverage",
+    "distillation_loss",
+    "ensemble_distillation_loss",
+    "ensemble_logits",
     "layer_groups",
     "lwsam_perturb_",
     "personalization_scores",
     "proximal_sgd_step_",
     "restore_",
     "server_update",
+    "spectral_divergence",
+    "spectrum",
     "squared_distance",
     "weighted_average",
 ]

@@ -1,0 +1,428 @@
+// Distillation losses on the GPU: the kernels, and the torch-free planning of their launches. The glue
+// (cuda/distillation.cu) and the emulator (emulator/distillation.cpp) differ only in the `launch` they pass in.
+//
+// A warp works on a row of up to kMostWarpClasses classes, a block on a longer one. Each thread keeps to its own
+// classes, so the unnormalised target probabilities that it leaves in the cache (shared memory, or global for very long
+// rows) need no barrier. Teachers are read once, with average = logits; the student is read again from a near cache.
+#pragma once
+
+#include "common/distillation.h"
+
+namespace pfl::cuda {
+
+constexpr int64_t kMostWarpClasses = 1024;
+constexpr int kWarp = 32;
+constexpr int kRowsPerBlock = 4;      // of a warp each
+constexpr int kLongRowThreads = 256;  // of a block on one row
+constexpr int kReduceThreads = 256;
+constexpr int64_t kMaxTeachers = 1024;
+constexpr int64_t kMaxSharedCache = 48 * 1024 - 256;  // what needs no opt-in, without the kernels' own
+constexpr int64_t kMaxGlobalCaches = 256;             // rows in work at once where each has its cache in global memory
+constexpr int64_t kMostBlocks = 65535 * 16;
+
+struct DistillationArguments {
+  DistillationOptions options;
+  int64_t rows;
+  int64_t classes;
+  int64_t teachers;
+  int64_t count_divisor;  // whether `normalizer` is counted on the device; else it is `divisor`
+  double divisor;
+  const void* student;
+  const void* target;       // int64 [rows], or A [rows, classes] for the multi-label form; or null
+  const void* row_weights;  // A [rows] or null
+  void* losses;             // A [rows]
+  void* gradient;           // [rows, classes] or null
+  void* normalizer;         // A
+  void* loss;               // A, or null without a reduction
+  void* cache;              // A [blocks, classes], or null: in shared memory
+  struct {
+    const void* logits;
+    double weight;
+  } teacher[kMaxTeachers];
+};
+static_assert(sizeof(DistillationArguments) <= 32764, "CUDA's limit on kernel arguments from 12.1 on");
+
+struct Sum {
+  template <typename A>
+  __device__ A operator()(A a, A b) const {
+    return a + b;
+  }
+};
+struct Largest {
+  template <typename A>
+  __device__ A operator()(A a, A b) const {
+    return a > b ? a : b;
+  }
+};
+
+// One value for all threads of a row, combined in a fixed order. `scratch` is shared, one entry a warp.
+template <int kThreads, typename A, typename Combine>
+__device__ inline A combined(A value, A* scratch, Combine combine) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const A other = __shfl_xor_sync(0xffffffffu, value, distance);
+    // The lower lane's value first, on both sides: addition commutes, but a maximum beside a NaN does not.
+    value = (threadIdx.x & distance) == 0 ? combine(value, other) : combine(other, value);
+  }
+  if constexpr (kThreads > kWarp) {
+    if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = value;
+    __syncthreads();
+    value = scratch[0];
+    for (int w = 1; w < kThreads / kWarp; ++w) value = combine(value, scratch[w]);
+    __syncthreads();
+  }
+  return value;
+}
+
+template <typename A>
+struct RowState {
+  bool kept;
+  bool valid;  // the label is a class
+  int64_t label;
+  A weight;
+};
+
+template <typename A>
+__device__ inline RowState<A> row_state(const DistillationArguments& args, int64_t row) {
+  RowState<A> state{true, true, -1, A(1)};
+  if (args.row_weights != nullptr) {
+    state.weight = static_cast<const A*>(args.row_weights)[row];
+    state.kept = state.weight != A(0);
+  }
+  if (args.target != nullptr && !args.options.multilabel) {
+    state.label = static_cast<const int64_t*>(args.target)[row];
+    state.kept = state.kept && state.label != args.options.ignore_index;
+    state.valid = state.label >= 0 && state.label < args.classes;
+  }
+  return state;
+}
+
+template <typename A>
+__device__ inline A not_a_number() {
+  return static_cast<A>(bit_copy<float>(0x7fc00000u));
+}
+
+// What the gradient is multiplied with beside the scale of its term. Half types keep it undivided: see the glue.
+template <typename T>
+__device__ inline accumulate_t<T> gradient_scale(const DistillationArguments& args) {
+  using A = accumulate_t<T>;
+  if constexpr (sizeof(T) < 4) return A(1);
+  const A divisor = args.count_divisor ? *static_cast<const A*>(args.normalizer) : static_cast<A>(args.divisor);
+  return A(1) / divisor;
+}
+
+template <typename T, int kThreads>
+__device__ inline void softmax_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* cache,
+                                   accumulate_t<T>* scratch) {
+  using A = accumulate_t<T>;
+  const DistillationOptions& o = args.options;
+  const int64_t classes = args.classes;
+  const int thread = threadIdx.x % kThreads;
+  const RowState<A> state = row_state<A>(args, row);
+  T* gradient = args.gradient == nullptr ? nullptr : static_cast<T*>(args.gradient) + row * classes;
+  if (!state.kept) {
+    if (thread == 0) static_cast<A*>(args.losses)[row] = A(0);
+    for (int64_t k = thread; gradient != nullptr && k < classes; k += kThreads) from_accumulate(A(0), gradient + k);
+    return;
+  }
+  const T* student = static_cast<const T*>(args.student) + row * classes;
+  const A scale = static_cast<A>(1.0 / o.temperature);
+  const bool soft = o.soft_scale != 0;
+  const bool hard = args.target != nullptr && o.hard_scale != 0;
+  const A negative_infinity = -static_cast<A>(bit_copy<float>(0x7f800000u));
+
+  A most = negative_infinity;
+  for (int64_t k = thread; k < classes; k += kThreads) {
+    const A a = to_accumulate(student[k]);
+    most = a > most ? a : most;
+  }
+  most = combined<kThreads>(most, scratch, Largest());
+  const A soft_most = most * scale;  // rounding keeps the order
+
+  A loss = A(0);
+  A student_sum = A(1);
+  A target_sum = A(1);
+  if (soft) {
+    A inner = A(0);
+    A constant = A(0);
+    student_sum = A(0);
+    if (o.average == Average::kLogits) {
+      A target_most = negative_infinity;
+      for (int64_t k = thread; k < classes; k += kThreads) {
+        A mean = A(0);
+        if (args.teachers == 1) {
+          mean = to_accumulate((static_cast<const T*>(args.teacher[0].logits) + row * classes)[k]);
+        } else {
+#pragma unroll 4
+          for (int64_t m = 0; m < args.teachers; ++m) {
+            const T* teacher = static_cast<const T*>(args.teacher[m].logits) + row * classes;
+            mean = mean + static_cast<A>(args.teacher[m].weight) * to_accumulate(teacher[k]);
+          }
+        }
+        mean = mean * scale;
+        cache[k] = mean;
+        target_most = mean > target_most ? mean : target_most;
+      }
+      target_most = combined<kThreads>(target_most, scratch, Largest());
+      target_sum = A(0);
+      for (int64_t k = thread; k < classes; k += kThreads) {
+        const A dz = cache[k] - target_most;
+        const A da = to_accumulate(student[k]) * scale - soft_most;
+        const A ez = exp_nonpositive(dz);
+        cache[k] = ez;
+        target_sum += ez;
+        student_sum += exp_nonpositive(da);
+        if (ez > A(0)) inner += ez * (o.cross_entropy ? -da : dz - da);  // a masked class is 0 * (infinity - infinity)
+      }
+      target_sum = combined<kThreads>(target_sum, scratch, Sum());
+      student_sum = combined<kThreads>(student_sum, scratch, Sum());
+      inner = combined<kThreads>(inner, scratch, Sum());
+      loss = inner / target_sum + log_positive(student_sum);
+      if (!o.cross_entropy) loss -= log_positive(target_sum);
+    } else {
+      for (int64_t m = 0; m < args.teachers; ++m) {
+        const T* teacher = static_cast<const T*>(args.teacher[m].logits) + row * classes;
+        A teacher_most = negative_infinity;
+        for (int64_t k = thread; k < classes; k += kThreads) {
+          const A z = to_accumulate(teacher[k]) * scale;
+          teacher_most = z > teacher_most ? z : teacher_most;
+        }
+        teacher_most = combined<kThreads>(teacher_most, scratch, Largest());
+        A sum = A(0);
+        A entropy = A(0);
+        for (int64_t k = thread; k < classes; k += kThreads) {
+          const A d = to_accumulate(teacher[k]) * scale - teacher_most;
+          const A e = exp_nonpositive(d);
+          sum += e;
+          if (e > A(0)) entropy += e * d;
+        }
+        sum = combined<kThreads>(sum, scratch, Sum());
+        entropy = combined<kThreads>(entropy, scratch, Sum());
+        const A weight = static_cast<A>(args.teacher[m].weight);
+        const A factor = weight / sum;
+        constant += weight * (entropy / sum - log_positive(sum));
+        for (int64_t k = thread; k < classes; k += kThreads) {
+          const A e = exp_nonpositive(to_accumulate(teacher[k]) * scale - teacher_most);
+          cache[k] = (m == 0 ? A(0) : cache[k]) + factor * e;
+        }
+      }
+      A total = A(0);
+      A mixed = A(0);
+      for (int64_t k = thread; k < classes; k += kThreads) {
+        const A q = cache[k];
+        const A da = to_accumulate(student[k]) * scale - soft_most;
+        total += q;
+        student_sum += exp_nonpositive(da);
+        mixed += entropy_term(q);
+        if (q > A(0)) inner -= q * da;
+      }
+      total = combined<kThreads>(total, scratch, Sum());
+      student_sum = combined<kThreads>(student_sum, scratch, Sum());
+      inner = combined<kThreads>(inner, scratch, Sum());
+      mixed = combined<kThreads>(mixed, scratch, Sum());
+      if (o.average == Average::kProbs) constant = mixed;
+      loss = (o.cross_entropy ? A(0) : constant) + inner + total * log_positive(student_sum);
+    }
+    loss *= static_cast<A>(o.soft_scale);
+  }
+
+  const A smoothing = static_cast<A>(o.label_smoothing);
+  const A certainty = static_cast<A>(1.0 - o.label_smoothing);
+  A hard_sum = A(1);
+  if (hard) {
+    hard_sum = A(0);
+    A all = A(0);
+    for (int64_t k = thread; k < classes; k += kThreads) {
+      const A d = to_accumulate(student[k]) - most;
+      hard_sum += exp_nonpositive(d);
+      all += d;
+    }
+    hard_sum = combined<kThreads>(hard_sum, scratch, Sum());
+    all = combined<kThreads>(all, scratch, Sum());
+    const A log_sum = log_positive(hard_sum);
+    A value = state.valid ? certainty * (log_sum - (to_accumulate(student[state.label]) - most)) : not_a_number<A>();
+    if (smoothing != A(0)) value += smoothing * (log_sum - all / static_cast<A>(classes));
+    loss += static_cast<A>(o.hard_scale) * value;
+  }
+  if (thread == 0) static_cast<A*>(args.losses)[row] = loss * state.weight;
+  if (gradient == nullptr) return;
+
+  const A common = state.weight * gradient_scale<T>(args);
+  const A soft_gradient = static_cast<A>(o.soft_scale / o.temperature) * common;
+  const A hard_gradient = static_cast<A>(o.hard_scale) * common;
+  const A student_factor = soft_gradient / student_sum;
+  const A target_factor = soft_gradient / target_sum;
+  const A hard_factor = hard_gradient / hard_sum;
+  const A even = hard_gradient * smoothing / static_cast<A>(classes);
+  for (int64_t k = thread; k < classes; k += kThreads) {
+    const A a = to_accumulate(student[k]);
+    A g = A(0);
+    if (soft) g = student_factor * exp_nonpositive(a * scale - soft_most) - target_factor * cache[k];
+    if (hard) {
+      g += hard_factor * exp_nonpositive(a - most) - even;
+      if (k == state.label) g -= hard_gradient * certainty;
+      if (!state.valid) g = not_a_number<A>();
+    }
+    from_accumulate(g, gradient + k);
+  }
+}
+
+template <typename T, int kThreads>
+__device__ inline void multilabel_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* scratch) {
+  using A = accumulate_t<T>;
+  const DistillationOptions& o = args.options;
+  const int64_t classes = args.classes;
+  const int thread = threadIdx.x % kThreads;
+  const RowState<A> state = row_state<A>(args, row);
+  const bool soft = o.soft_scale != 0;
+  const bool hard = args.target != nullptr && o.hard_scale != 0;
+  const bool of_mean = o.average == Average::kLogits;
+  const A scale = static_cast<A>(1.0 / o.temperature);
+  const A common = state.weight * gradient_scale<T>(args);
+  const A soft_gradient = static_cast<A>(o.soft_scale / o.temperature) * common;
+  const A hard_gradient = static_cast<A>(o.hard_scale) * common;
+  A loss = A(0);
+  for (int64_t k = thread; k < classes; k += kThreads) {
+    const int64_t i = row * classes + k;
+    A value = A(0);
+    A g = A(0);
+    const A y = args.target == nullptr ? A(0) : static_cast<const A*>(args.target)[i];
+    const bool counts = state.kept && (args.target == nullptr || y != static_cast<A>(o.ignore_index));
+    if (counts) {
+      const A a = to_accumulate(static_cast<const T*>(args.student)[i]);
+      if (soft) {
+        A q = A(0), complement = A(0), entropy = A(0), mean = A(0);
+        for (int64_t m = 0; m < args.teachers; ++m) {
+          A z = to_accumulate(static_cast<const T*>(args.teacher[m].logits)[i]);
+          A weight = static_cast<A>(args.teacher[m].weight);
+          if (of_mean) {
+            mean = args.teachers == 1 ? z : mean + weight * z;
+            if (m + 1 < args.teachers) continue;
+            z = mean;
+            weight = A(1);
+          }
+          const Sigmoid<A> s = sigmoid_of(z * scale);
+          q += weight * s.p;
+          complement += weight * s.complement;
+          entropy -= weight * binary_cross_entropy(s.p, s.complement, s);
+        }
+        if (o.average == Average::kProbs) entropy = entropy_term(q) + entropy_term(complement);
+        const Sigmoid<A> s = sigmoid_of(a * scale);
+        value = binary_cross_entropy(q, complement, s) + (o.cross_entropy ? A(0) : entropy);
+        value *= static_cast<A>(o.soft_scale);
+        g = soft_gradient * (s.p - q);
+      }
+      if (hard) {
+        const Sigmoid<A> s = sigmoid_of(a);
+        const A smooth = y * static_cast<A>(1.0 - o.label_smoothing) + static_cast<A>(o.label_smoothing / 2);
+        value += static_cast<A>(o.hard_scale) * binary_cross_entropy(smooth, A(1) - smooth, s);
+        g += hard_gradient * (s.p - smooth);
+        if (!(y >= A(0) && y <= A(1))) value = g = not_a_number<A>();
+      }
+    }
+    loss += value;
+    if (args.gradient != nullptr) from_accumulate(g, static_cast<T*>(args.gradient) + i);
+  }
+  loss = combined<kThreads>(loss, scratch, Sum());
+  if (thread == 0) static_cast<A*>(args.losses)[row] = state.kept ? loss * state.weight : A(0);
+}
+
+// The second bound lets ptxas use 128 registers a thread: left to itself it keeps to fewer on sm_75, and spills.
+template <typename T, int kThreads, bool kMultilabel>
+__global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kRowsPerBlock : kThreads, kThreads == kWarp ? 4 : 2)
+    distillation_kernel(const __grid_constant__ DistillationArguments args) {
+  using A = accumulate_t<T>;
+  PFL_DYNAMIC_SHARED(A, shared);
+  __shared__ A scratch[kThreads / kWarp];
+  const int64_t at_once = kThreads == kWarp ? kRowsPerBlock : 1;
+  const int64_t slot = threadIdx.x / kThreads;
+  A* cache = args.cache == nullptr ? shared + slot * args.classes
+                                   : static_cast<A*>(args.cache) + static_cast<int64_t>(blockIdx.x) * args.classes;
+  for (int64_t row = blockIdx.x * at_once + slot; row < args.rows; row += gridDim.x * at_once) {
+    if constexpr (kMultilabel) {
+      multilabel_row<T, kThreads>(args, row, scratch);
+    } else {
+      softmax_row<T, kThreads>(args, row, cache, scratch);
+    }
+  }
+}
+
+// The sum of a block's values, in double and in a fixed order; thread 0 has it.
+__device__ inline double block_sum(double value) {
+  __shared__ double scratch[kReduceThreads / kWarp];
+  return combined<kReduceThreads>(value, scratch, Sum());
+}
+
+// normalizer = the weights of all rows (labels, for the multi-label form) that count.
+template <typename A>
+__global__ void __launch_bounds__(kReduceThreads) count_kernel(const __grid_constant__ DistillationArguments args) {
+  double sum = 0;
+  if (args.options.multilabel) {
+    for (int64_t i = threadIdx.x; i < args.rows * args.classes; i += kReduceThreads) {
+      const bool counts =
+          args.target == nullptr || static_cast<const A*>(args.target)[i] != static_cast<A>(args.options.ignore_index);
+      if (counts) sum += static_cast<double>(row_state<A>(args, i / args.classes).weight);
+    }
+  } else {
+    for (int64_t row = threadIdx.x; row < args.rows; row += kReduceThreads) {
+      const RowState<A> state = row_state<A>(args, row);
+      if (state.kept) sum += static_cast<double>(state.weight);
+    }
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) *static_cast<A*>(args.normalizer) = static_cast<A>(sum);
+}
+
+// loss = sum of the rows' losses / normalizer
+template <typename A>
+__global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ DistillationArguments args) {
+  double sum = 0;
+  if (args.loss != nullptr) {
+    for (int64_t row = threadIdx.x; row < args.rows; row += kReduceThreads) {
+      sum += static_cast<double>(static_cast<const A*>(args.losses)[row]);
+    }
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x != 0) return;
+  A* normalizer = static_cast<A*>(args.normalizer);
+  if (!args.count_divisor) *normalizer = static_cast<A>(args.divisor);
+  const double divisor = args.count_divisor ? static_cast<double>(*normalizer) : args.divisor;
+  if (args.loss != nullptr) *static_cast<A*>(args.loss) = static_cast<A>(sum / divisor);
+}
+
+inline bool in_warps(int64_t classes) { return classes <= kMostWarpClasses; }
+
+inline int64_t cache_bytes(DType dtype, int64_t classes) {
+  return classes * (dtype == DType::kFloat64 ? 8 : 4) * (in_warps(classes) ? kRowsPerBlock : 1);
+}
+
+inline int64_t row_blocks(DType dtype, int64_t rows, int64_t classes) {
+  const int64_t blocks = in_warps(classes) ? (rows + kRowsPerBlock - 1) / kRowsPerBlock : rows;
+  const int64_t most = cache_bytes(dtype, classes) > kMaxSharedCache ? kMaxGlobalCaches : kMostBlocks;
+  return blocks < most ? blocks : most;
+}
+
+// Elements of the accumulate type that `cache` must have; 0: none, shared memory holds it.
+inline int64_t global_cache_elements(DType dtype, int64_t rows, int64_t classes) {
+  return cache_bytes(dtype, classes) > kMaxSharedCache ? row_blocks(dtype, rows, classes) * classes : 0;
+}
+
+// At most three launches: launch(kernel, grid, block, dynamic shared bytes, args).
+template <typename T, typename Launch>
+void launch_distillation(DType dtype, const DistillationArguments& args, Launch launch) {
+  using A = accumulate_t<T>;
+  if (args.count_divisor) launch(count_kernel<A>, int64_t{1}, kReduceThreads, int64_t{0}, args);
+  if (args.rows > 0) {
+    const bool warps = in_warps(args.classes);
+    const auto long_rows = args.options.multilabel ? distillation_kernel<T, kLongRowThreads, true>
+                                                   : distillation_kernel<T, kLongRowThreads, false>;
+    const auto short_rows =
+        args.options.multilabel ? distillation_kernel<T, kWarp, true> : distillation_kernel<T, kWarp, false>;
+    launch(warps ? short_rows : long_rows, row_blocks(dtype, args.rows, args.classes),
+           warps ? kWarp * kRowsPerBlock : kLongRowThreads,
+           args.cache == nullptr ? cache_bytes(dtype, args.classes) : 0, args);
+  }
+  launch(reduce_kernel<A>, int64_t{1}, kReduceThreads, int64_t{0}, args);
+}
+
+}  // namespace pfl::cuda
