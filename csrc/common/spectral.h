@@ -71,7 +71,6 @@ PFL_HD A log_scaled(A value, typename FloatTraits<A>::Bits exponent) {
   const A z = (value - A(1)) / (value + A(1));
   const A z2 = z * z;
   A series = A(1) / A(2 * Traits::kSeriesTerms - 1);
-#pragma GCC unroll 16
   for (int term = Traits::kSeriesTerms - 2; term >= 0; --term) series = series * z2 + A(1) / A(2 * term + 1);
   return k * Traits::kLn2High + (k * Traits::kLn2Low + A(2) * (z * series));
 }

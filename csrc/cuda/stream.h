@@ -19,7 +19,7 @@ class CurrentStream {
 
   // For the launch_* functions of kernels/: launch(kernel, grid, args).
   auto launcher() const {
-    return [stream = stream_](auto kernel, int64_t grid, const ListArguments& args) {
+    return [stream = stream_](auto kernel, int64_t grid, const auto& args) {
       kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(args);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     };
