@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from . import averaging, machine, report
+from . import averaging, machine, report, spectral
 from .case import Family, Grid, Skipped, WrongResult
 from .measure import MIN_ROUNDS, ReadBandwidth, Result, race
 
 __all__ = ["FAMILIES", "main"]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (averaging.FAMILY,)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (averaging.FAMILY, spectral.FAMILY)}
 
 _ROUNDS, _QUICK_ROUNDS = 30, 10
 _SECONDS, _QUICK_SECONDS = 8.0, 1.0

@@ -66,7 +66,8 @@ PFL_HD A log_scaled(A value, typename FloatTraits<A>::Bits exponent) {
   const bool large = value > A(1.4142135623730951);
   value = large ? value * A(0.5) : value;
   // Through the bits of 2^mantissa + exponent: AVX2 has no conversion from 64-bit integers.
-  const A k = bit_copy<A>(Traits::kInteger | exponent) - (Traits::kIntegerValue + A(Traits::kBias)) + (large ? A(1) : A(0));
+  const A k =
+      bit_copy<A>(Traits::kInteger | exponent) - (Traits::kIntegerValue + A(Traits::kBias)) + (large ? A(1) : A(0));
   // log(v) = 2 atanh(z) with z = (v - 1) / (v + 1), |z| <= 0.172.
   const A z = (value - A(1)) / (value + A(1));
   const A z2 = z * z;

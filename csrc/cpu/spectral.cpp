@@ -103,11 +103,13 @@ Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, co
   return loss;
 }
 
-// ---- chirps ----------------------------------------------------------------------------------------------------------
+// ---- chirps
+// ----------------------------------------------------------------------------------------------------------
 
 void check_like(const char* op, const char* role, const Tensor& t, const Tensor& like) {
   if (t.scalar_type() != like.scalar_type() || !t.is_cpu() || !t.is_contiguous()) {
-    fail(op, ": ", role, " is ", glue::describe(t), "; a contiguous tensor like ", glue::describe(like), " is expected");
+    fail(op, ": ", role, " is ", glue::describe(t), "; a contiguous tensor like ", glue::describe(like),
+         " is expected");
   }
 }
 
@@ -118,7 +120,8 @@ struct Column {
     check_like(op, "chirp", chirp, rows);
     check_like(op, "shift", shift, rows);
     if (rows.dim() != 2 || rows.size(0) != n || shift.numel() != n || row < 0 || row >= rows.size(1)) {
-      fail(op, ": column ", row, " of rows ", glue::describe(rows), " for ", n, " chirps and ", shift.numel(), " shifts");
+      fail(op, ": column ", row, " of rows ", glue::describe(rows), " for ", n, " chirps and ", shift.numel(),
+           " shifts");
     }
     stride = rows.stride(0);
     offset = row * rows.stride(1);
@@ -148,7 +151,8 @@ void chirp_store_(const Tensor& out, int64_t row, const Tensor& convolved, const
   const Column column("pfl_ext::chirp_store_", out, row, chirp, shift);
   check_like("pfl_ext::chirp_store_", "convolved", convolved, out);
   if (convolved.dim() != 2 || convolved.size(0) != 2 || convolved.size(1) < column.n) {
-    fail("pfl_ext::chirp_store_: convolved is ", glue::describe(convolved), "; [2, at least ", column.n, "] is expected");
+    fail("pfl_ext::chirp_store_: convolved is ", glue::describe(convolved), "; [2, at least ", column.n,
+         "] is expected");
   }
   const int64_t padded = convolved.size(1);
   const void *in = convolved.const_data_ptr(), *chirps = chirp.const_data_ptr(), *shifts = shift.const_data_ptr();
@@ -192,7 +196,8 @@ Tensor split_rows(const Tensor& half_spectrum, const Tensor& twiddle, int64_t n)
   const int64_t pairs = n < 1 ? 0 : (half_spectrum.numel() - 1) / n;
   check_rows(op, n, pairs, twiddle);
   if (half_spectrum.dim() != 1 || half_spectrum.numel() != n * pairs + 1) {
-    fail(op, ": half_spectrum is ", glue::describe(half_spectrum), "; a multiple of n=", n, " and one more is expected");
+    fail(op, ": half_spectrum is ", glue::describe(half_spectrum), "; a multiple of n=", n,
+         " and one more is expected");
   }
   Tensor out = torch::stable::new_empty(half_spectrum, {pairs, n});
   const void *in = half_spectrum.const_data_ptr(), *twiddles = twiddle.const_data_ptr();

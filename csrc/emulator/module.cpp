@@ -7,7 +7,7 @@
 #define PFL_EMULATOR_FAMILIES(X) \
   X(averaging)                   \
   X(selftest)                    \
-  X(selftest_numerics)          \
+  X(selftest_numerics)           \
   X(spectral)
 
 #define PFL_DECLARE(family) void bind_##family(pybind11::module_& m);

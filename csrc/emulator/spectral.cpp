@@ -39,9 +39,8 @@ void spectral_teacher(const py::array& spectrum, int64_t length, int64_t count, 
   args.log_q = log_q.mutable_data();
   args.total = static_cast<double*>(total.mutable_data());
   std::vector<double> workspace(pfl::cuda::spectral_workspace(args.range, args.rows));
-  visit(spectrum, [&](auto tag) {
-    pfl::cuda::launch_teacher<typename decltype(tag)::type>(args, workspace.data(), emulate);
-  });
+  visit(spectrum,
+        [&](auto tag) { pfl::cuda::launch_teacher<typename decltype(tag)::type>(args, workspace.data(), emulate); });
 }
 
 // Writes into loss [rows] and, with need_grad, into the spectrum.

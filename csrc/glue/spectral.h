@@ -54,7 +54,8 @@ struct DivergenceProblem : HalfSpectra {
     }
     if (total.dim() != 1 || total.size(0) != log_q.size(0) || total.scalar_type() != ScalarType::Double ||
         !total.is_contiguous() || !same_place(total, spectrum)) {
-      fail(op, ": total is ", describe(total), "; contiguous float64 [", log_q.size(0), "] on the same device is expected");
+      fail(op, ": total is ", describe(total), "; contiguous float64 [", log_q.size(0),
+           "] on the same device is expected");
     }
     if (form_index < 0 || form_index > 2) fail(op, ": form=", form_index, "; 0 to 2 are accepted");
     form = static_cast<DivergenceForm>(form_index);

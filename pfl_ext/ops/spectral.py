@@ -1,9 +1,10 @@
 r"""The weight spectrum and the spectral divergence of spectral co-distillation.
 
-With :math:`s(w) = |\mathrm{DFT}(w)|` the magnitudes of the :math:`d` Fourier coefficients of a model's flattened weights,
+With :math:`s(w) = |\mathrm{DFT}(w)|`, the magnitudes of the :math:`d` Fourier coefficients of flattened weights,
 :math:`p = s(w)`, :math:`q` the teacher's spectrum, and sums over the first :math:`K = \lceil \tau d \rceil` entries:
 
-* ``form="normalized"``:   :math:`\sum \hat p \log (\hat p / \hat q)` with :math:`\hat p = p / \sum p`, :math:`\hat q = q / \sum q`
+* ``form="normalized"``:   :math:`\sum \hat p \log (\hat p / \hat q)`, with :math:`\hat p = p / \sum p`
+  and :math:`\hat q = q / \sum q`
 * ``form="paper"``:        :math:`\sum p \log (p / q)`, as printed
 * ``form="generalized"``:  :math:`\sum p \log (p / q) - p + q`
 
@@ -78,10 +79,16 @@ def _largest_prime_factor(n: int) -> int:
 
 @lru_cache(maxsize=256)
 def _smooth_length(least: int) -> int:
-    """The smallest length from ``least`` on that FFTs like: a power of two times at most one 3, 5, 9, 15 or 27."""
-    if least <= 1:
-        return 1
-    return min(m << max(0, ((least + m - 1) // m - 1).bit_length()) for m in (1, 3, 5, 9, 15, 27))
+    """The smallest length from ``least`` on without a prime factor above 5."""
+    best = 1 << max(0, least - 1).bit_length()
+    fives = 1
+    while fives < best:
+        odd = fives
+        while odd < best:
+            best = min(best, odd << max(0, -(-least // odd) - 1).bit_length())
+            odd *= 3
+        fives *= 5
+    return best
 
 
 # The FFT library's own way with large primes takes 2 to 13 times as long as a smooth length from this factor on (one
@@ -107,8 +114,8 @@ def _is_awkward(length: int) -> bool:
 class _Chirps:
     r"""What the DFT of length n needs, once for all transforms of that length.
 
-    With :math:`jk = (j^2 + k^2 - (k - j)^2) / 2` a DFT is a convolution with the chirp :math:`e^{i \pi m^2 / n}` between
-    two multiplications by its conjugate. A linear convolution with n inputs and n outputs is the mean of a cyclic and a
+    With :math:`jk = (j^2 + k^2 - (k - j)^2) / 2` a DFT is a convolution with a chirp, :math:`e^{i \pi m^2 / n}`, and
+    two multiplications by its conjugate. A linear convolution with n inputs and outputs is the mean of a cyclic and a
     negacyclic one of any length from n on: no padding to 2n, and the second is a cyclic one of what is modulated by
     half a frequency. Phases are reduced in integers, so that they are exact before they are rounded to the type.
     """
@@ -211,8 +218,10 @@ def _join_rows_fake(rows: Tensor, twiddle: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0] * rows.shape[1] + 1)
 
 
-# rows: complex [n, R], the DFTs of R pairs of real rows, row 2i and 2i + 1 as real and imaginary part; stored row by row.
-_join_rows = declare("join_rows(Tensor rows, Tensor twiddle) -> Tensor", reference=_join_rows_reference, fake=_join_rows_fake)
+# rows: complex [n, R], the DFTs of R pairs of real rows, 2i and 2i + 1 as real and imaginary part; stored row by row.
+_join_rows = declare(
+    "join_rows(Tensor rows, Tensor twiddle) -> Tensor", reference=_join_rows_reference, fake=_join_rows_fake
+)
 
 
 def _split_rows_reference(half_spectrum: Tensor, twiddle: Tensor, n: int) -> Tensor:
@@ -243,9 +252,7 @@ _split_rows = declare(
 
 def _convolve(out: Tensor, row: int, rows: Tensor, chirps: _Chirps, invert: bool) -> None:
     """The DFT of column ``row`` of ``rows``, or its inverse without 1/n, into that column of ``out``."""
-    n, m = chirps.chirp.numel(), chirps.kernel.shape[1]
-    del n
-    work = _chirp_load(rows, row, chirps.chirp, chirps.shift, m, invert)
+    work = _chirp_load(rows, row, chirps.chirp, chirps.shift, chirps.kernel.shape[1], invert)
     work = torch.fft.fft(work)
     work *= chirps.kernel
     work = torch.fft.ifft(work, norm="forward")
@@ -329,7 +336,9 @@ def _dft(x: Tensor, length: int) -> Tensor:
     """The half spectrum of the rows of ``x`` [C, d], followed by zeros up to ``length``."""
     x = x.to(_accumulate_type(x.dtype))
     if _use_chirps(x, length):
-        return _awkward_dft(torch.nn.functional.pad(x, (0, length - x.shape[1])) if length != x.shape[1] else x.contiguous())
+        return _awkward_dft(
+            torch.nn.functional.pad(x, (0, length - x.shape[1])) if length != x.shape[1] else x.contiguous()
+        )
     return torch.fft.rfft(x, n=length)
 
 
@@ -344,7 +353,9 @@ def _idft(half_spectrum: Tensor, length: int, size: int) -> Tensor:
 
 def _real_dft_reference(x: Tensor, length: int) -> Tensor:
     if x.dim() != 2 or x.dtype not in _FLOATS or not 0 < x.shape[1] <= length:
-        raise ValueError(f"x is {_describe(x)} for a transform of length {length}; a matrix of floating type is accepted")
+        raise ValueError(
+            f"x is {_describe(x)} for a transform of length {length}; a matrix of floating type is accepted"
+        )
     return _dft(x, length)
 
 
@@ -396,7 +407,7 @@ def _bins(length: int, count: int) -> int:
 
 
 def _bin_weights(length: int, count: int, like: Tensor) -> Tensor:
-    """How often each of the first ``_bins`` bins occurs among the first ``count`` entries: entry k > d/2 is bin d - k."""
+    """How often each of the first bins occurs among the first ``count`` entries: entry k > d/2 is bin d - k."""
     k = torch.arange(_bins(length, count), device=like.device)
     mirrored = (k > length - count) & (k > 0) & (2 * k != length)
     return (1 + mirrored.to(torch.int64)).to(torch.float64)
@@ -414,7 +425,8 @@ def _check_spectrum(half_spectrum: Tensor, length: int, count: int) -> None:
         raise ValueError(f"the half spectrum is {_describe(half_spectrum)}; a complex matrix is accepted")
     if length < 1 or half_spectrum.shape[1] != length // 2 + 1 or not half_spectrum.is_contiguous():
         raise ValueError(
-            f"the half spectrum is {_describe(half_spectrum)}; contiguous rows of {length // 2 + 1} bins are expected for length {length}"
+            f"the half spectrum is {_describe(half_spectrum)}; contiguous rows of {length // 2 + 1} bins are expected "
+            f"for length {length}"
         )
     if not 1 <= count <= length:
         raise ValueError(f"count={count} entries of a spectrum of length {length}; 1 to {length} are accepted")
@@ -435,7 +447,9 @@ def _check_teacher(half_spectrum: Tensor, log_q: Tensor, total: Tensor, length: 
 def _teacher_reference(half_spectrum: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
     _check_spectrum(half_spectrum, length, count)
     magnitude = _magnitude(half_spectrum[:, : _bins(length, count)])
-    floored = torch.where(magnitude == 0, torch.full_like(magnitude, torch.finfo(magnitude.dtype).smallest_normal), magnitude)
+    floored = torch.where(
+        magnitude == 0, torch.full_like(magnitude, torch.finfo(magnitude.dtype).smallest_normal), magnitude
+    )
     total = (floored.double() * _bin_weights(length, count, magnitude)).sum(1)
     return floored.log(), total
 
@@ -734,9 +748,7 @@ def spectral_divergence(
             if given is not None and given != getattr(teacher, name):
                 raise ValueError(f"{name}={given!r}, but the teacher was made with {name}={getattr(teacher, name)!r}")
     else:
-        teacher = SpectralTeacher(
-            q, tau=1.0 if tau is None else tau, scope=scope or "model", length=length or "exact"
-        )
+        teacher = SpectralTeacher(q, tau=1.0 if tau is None else tau, scope=scope or "model", length=length or "exact")
     matrices, batched = _matrices(p, "p", teacher.scope)
     sizes = [matrix.shape[1] for matrix in matrices]
     first = matrices[0]
@@ -746,8 +758,10 @@ def spectral_divergence(
         raise ValueError(f"p is {_describe(first)}, q is {teacher._dtype} on {teacher._device}")
     if teacher.clients not in (1, first.shape[0]):
         raise ValueError(f"p has {first.shape[0]} clients, q has {teacher.clients}; 1 or {first.shape[0]} are accepted")
-    need_grad = torch.is_grad_enabled() and first.requires_grad if len(matrices) == 1 else torch.is_grad_enabled() and any(
-        matrix.requires_grad for matrix in matrices
+    need_grad = (
+        torch.is_grad_enabled() and first.requires_grad
+        if len(matrices) == 1
+        else torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
     )
     losses = [
         _divergence(matrix, log_q, total, points, count, _FORMS.index(form), need_grad)[0]

@@ -11,7 +11,22 @@ from pfl_ext.ops import spectral
 DTYPES = [torch.complex64, torch.complex128]
 CHUNK = 4096
 # Bins around a block's pass (256), a chunk and two: as odd and as even lengths.
-LENGTHS = [1, 2, 3, 9, 508, 511, 512, 513, 2 * CHUNK - 3, 2 * CHUNK - 2, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 4 * CHUNK]
+LENGTHS = [
+    1,
+    2,
+    3,
+    9,
+    508,
+    511,
+    512,
+    513,
+    2 * CHUNK - 3,
+    2 * CHUNK - 2,
+    2 * CHUNK - 1,
+    2 * CHUNK,
+    2 * CHUNK + 1,
+    4 * CHUNK,
+]
 
 
 def random_spectrum(rows, length, dtype, seed=0, offset=0):

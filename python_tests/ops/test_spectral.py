@@ -77,8 +77,12 @@ def fft_error(d, dtype):
 
 @pytest.mark.parametrize("d", [*SIZES, *AWKWARD])
 def test_divergence_and_gradient_equal_the_definition(device, d):
-    for form, tau in [*itertools.product(FORMS, [1.0, 0.4]), ("normalized", 0.5), ("paper", 0.73)]:
-        p, q = weights(2, d, dtype=torch.float64, device=device), weights(2, d, dtype=torch.float64, device=device, seed=1)
+    few = [("normalized", 1.0), ("paper", 0.4), ("generalized", 0.73)]
+    for form, tau in few if d in AWKWARD else itertools.product(FORMS, [1.0, 0.4, 0.5, 0.73]):
+        p, q = (
+            weights(2, d, dtype=torch.float64, device=device),
+            weights(2, d, dtype=torch.float64, device=device, seed=1),
+        )
         value, grad = value_and_grad(p, q, tau=tau, form=form)
         reference = p.clone().requires_grad_()
         expected = definition(reference, q, tau, form)
@@ -128,7 +132,10 @@ def test_awkward_lengths_are_as_exact_as_an_fft(device, dtype, d):
 @pytest.mark.parametrize("form", FORMS)
 def test_gradcheck(device, form):
     for d in (9, 10):
-        p, q = weights(2, d, dtype=torch.float64, device=device).requires_grad_(), weights(2, d, dtype=torch.float64, device=device, seed=1)
+        p, q = (
+            weights(2, d, dtype=torch.float64, device=device).requires_grad_(),
+            weights(2, d, dtype=torch.float64, device=device, seed=1),
+        )
         for tau in (1.0, 0.6, 0.3):
             assert torch.autograd.gradcheck(lambda p, tau=tau, q=q: spectral_divergence(p, q, tau=tau, form=form), (p,))
         assert torch.autograd.gradcheck(lambda p: spectrum(p, full=True), (p,))
@@ -191,7 +198,16 @@ def test_a_rotation_of_the_weights_changes_nothing(device):
 def test_zeros_give_zero_gradients_and_no_nan(device, form, dtype):
     zero, one = torch.zeros(64, dtype=dtype, device=device), torch.ones(64, dtype=dtype, device=device)
     some = weights(64, dtype=dtype, device=device)
-    for p, q in [(zero, zero), (zero, some), (zero, one), (one, one), (one, some), (some, one), (some, zero), (one, zero)]:
+    for p, q in [
+        (zero, zero),
+        (zero, some),
+        (zero, one),
+        (one, one),
+        (one, some),
+        (some, one),
+        (some, zero),
+        (one, zero),
+    ]:
         value, grad = value_and_grad(p, q, form=form)
         assert torch.isfinite(value)
         # log(1 / tiny) is 87 or 708; what a coefficient of zero does not get, nobody gets.
@@ -271,10 +287,10 @@ def test_native_kernel_agrees_with_the_reference(device, name, dtype):
         for run in (OPS[name], OPS[name].reference):
             args = op_arguments(device, d, dtype)[name]
             result = run(*args)
-            results.append([x for x in ([result] if isinstance(result, torch.Tensor) else result or [])] + [args[0]])
+            results.append([*([result] if isinstance(result, torch.Tensor) else result or []), args[0]])
         for a, b in zip(*results, strict=True):
-            scale = b.abs().max() if b.numel() else 1
-            torch.testing.assert_close(a, b, rtol=0, atol=float(16 * torch.finfo(dtype).eps * scale))
+            scale = max(1.0, float(b.abs().max()))
+            torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * scale)
 
 
 @pytest.mark.parametrize("rows", [2, 4, 6, 8])
@@ -357,7 +373,9 @@ def test_a_list_of_parameters_is_their_concatenation(device):
 
 def test_scope_tensor_adds_the_divergences_of_the_tensors(device):
     student, teacher = small_net().to(device), small_net(1).to(device)
-    value = spectral_divergence(list(student.parameters()), list(teacher.parameters()), scope="tensor", form="generalized")
+    value = spectral_divergence(
+        list(student.parameters()), list(teacher.parameters()), scope="tensor", form="generalized"
+    )
     parts = [
         spectral_divergence(a.reshape(-1), b.reshape(-1), form="generalized")
         for a, b in zip(student.parameters(), teacher.parameters(), strict=True)
@@ -396,7 +414,9 @@ def test_non_contiguous_and_offset_weights_give_what_their_copies_give(device):
     base = weights(60, 80, device=device)
     q = weights(60, 80, device=device, seed=1)
     for view, other in [(base.T, q.T), (base[::2, 1:], q[::2, 1:]), (base.flatten()[3:1003], q.flatten()[5:1005])]:
-        for a, b in zip(value_and_grad(view, other), value_and_grad(view.contiguous(), other.contiguous()), strict=True):
+        for a, b in zip(
+            value_and_grad(view, other), value_and_grad(view.contiguous(), other.contiguous()), strict=True
+        ):
             assert same_bits(a, b.contiguous())
 
 
@@ -420,21 +440,20 @@ def test_spectrum_forms(device):
 
 
 def test_fast_length_is_the_spectrum_of_the_padded_weights(device):
-    p, q = weights(1000, dtype=torch.float64, device=device), weights(1000, dtype=torch.float64, device=device, seed=1)
-    length = spectral._smooth_length(1000)
-    assert length == 1024
-    padded = [torch.nn.functional.pad(x, (0, 24)) for x in (p, q)]
+    p, q = weights(1003, dtype=torch.float64, device=device), weights(1003, dtype=torch.float64, device=device, seed=1)
+    assert spectral._smooth_length(1003) == 1024
+    padded = [torch.nn.functional.pad(x, (0, 21)) for x in (p, q)]
     torch.testing.assert_close(spectrum(p, length="fast"), spectrum(padded[0]))
     value, grad = value_and_grad(p, q, length="fast", tau=0.7)
     expected, expected_grad = value_and_grad(*padded, tau=0.7)
     torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(grad, expected_grad[:1000])
+    torch.testing.assert_close(grad, expected_grad[:1003])
 
 
 def test_smooth_lengths_are_near():
     for n in [1, 2, 3, 1000, PRIME, 1_863_607, 11_181_642]:
         m = spectral._smooth_length(n)
-        assert n <= m <= 1.2 * n + 1
+        assert n <= m <= 1.07 * n + 1
         assert spectral._largest_prime_factor(m) <= 5
 
 
@@ -531,7 +550,9 @@ def test_opcheck(device, name):
 
 
 def test_every_op_of_the_family_is_checked():
-    assert set(op_arguments("cpu")) == {name for name, op in OPS.items() if op.reference.__module__.endswith("spectral")}
+    assert set(op_arguments("cpu")) == {
+        name for name, op in OPS.items() if op.reference.__module__.endswith("spectral")
+    }
 
 
 def test_the_public_functions_compile_without_a_graph_break(device):
@@ -541,7 +562,9 @@ def test_the_public_functions_compile_without_a_graph_break(device):
 
     def step(student, p, q):
         return (
-            spectral_divergence(student, teacher) + spectral_divergence(p, q, tau=0.5, form="paper").sum() + spectrum(p).sum()
+            spectral_divergence(student, teacher)
+            + spectral_divergence(p, q, tau=0.5, form="paper").sum()
+            + spectrum(p).sum()
         )
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -553,10 +576,11 @@ def test_the_public_functions_compile_without_a_graph_break(device):
 
 def test_fake_tensors_on_a_cuda_device_need_no_gpu():
     with torch._subclasses.FakeTensorMode():
-        p = torch.empty(5, 30, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        p = torch.empty(5, 30, device="cuda", dtype=torch.bfloat16)
         q = torch.empty(30, device="cuda", dtype=torch.bfloat16)
         value = spectral_divergence(p, q, tau=0.4)
-        (grad,) = torch.autograd.grad(value.sum(), p)
+        log_q, total, length, count = SpectralTeacher(q)._parts[0]
+        _, grad = OPS["spectral_divergence"](p, log_q, total, length, count, 0, True)
         magnitudes = spectrum(p, full=True)
     assert (value.shape, value.dtype, value.device.type) == (torch.Size([5]), torch.float32, "cuda")
     assert (grad.shape, grad.dtype, grad.device.type) == (torch.Size([5, 30]), torch.bfloat16, "cuda")

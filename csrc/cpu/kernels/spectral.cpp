@@ -230,8 +230,8 @@ void chirp_store(int64_t begin, int64_t end, int64_t padded, const A* convolved,
 template <typename A>
 Complex<A> root(int64_t k, int64_t count) {
   constexpr double kHalf = 0.5, kSqrt3 = 0.86602540378443864676, kSqrt2 = 0.70710678118654752440;
-  constexpr double kCosine[24] = {1, 0, kSqrt3, kSqrt2, kHalf, 0, 0, 0, -kHalf, -kSqrt2, -kSqrt3, 0,
-                                  -1, 0, -kSqrt3, -kSqrt2, -kHalf, 0, 0, 0, kHalf, kSqrt2, kSqrt3, 0};
+  constexpr double kCosine[24] = {1,  0, kSqrt3,  kSqrt2,  kHalf,  0, 0, 0, -kHalf, -kSqrt2, -kSqrt3, 0,
+                                  -1, 0, -kSqrt3, -kSqrt2, -kHalf, 0, 0, 0, kHalf,  kSqrt2,  kSqrt3,  0};
   const int64_t index = (k % count + count) % count * (24 / count);
   return {static_cast<A>(kCosine[index]), static_cast<A>(kCosine[(index + 18) % 24])};
 }
@@ -261,7 +261,8 @@ void add_product(const Block<A>& x, Complex<A> factor, bool first, Block<A>* sum
 }
 
 template <typename A>
-void join_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* rows, const A* twiddle, A* half_spectrum) {
+void join_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* rows, const A* twiddle,
+               A* half_spectrum) {
   Block<A> spectra[2 * kMaxPairs], ahead, behind;
   for (int64_t k = begin; k < end; k += kBlock) {
     const int64_t count = smaller(kBlock, end - k);
@@ -300,7 +301,8 @@ void join_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* ro
 }
 
 template <typename A>
-void split_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* half_spectrum, const A* twiddle, A* rows) {
+void split_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* half_spectrum, const A* twiddle,
+                A* rows) {
   Block<A> sums[kMaxPairs], differences[kMaxPairs], spectra[2 * kMaxPairs], near, far;
   for (int64_t k = begin; k < end; k += kBlock) {
     const int64_t count = smaller(kBlock, end - k);
@@ -342,7 +344,8 @@ void split_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* h
   }
 }
 
-// ---- by type ---------------------------------------------------------------------------------------------------------
+// ---- by type
+// ---------------------------------------------------------------------------------------------------------
 
 template <typename F>
 void visit(DType dtype, F f) {

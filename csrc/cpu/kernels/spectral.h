@@ -20,8 +20,8 @@ struct SpectralKernels {
   // log_q = log max(magnitude, tiny); sum = sum of the magnitudes so floored.
   void (*teacher)(DType dtype, SpectrumRange range, int64_t begin, int64_t end, const void* spectrum, void* log_q,
                   double* sum);
-  // Places [begin, end) of the two sequences that are convolved: x * chirp and x * chirp * shift, zero from n on. x is a
-  // complex sequence with `stride` numbers from one to the next.
+  // Places [begin, end) of the two sequences that are convolved: x * chirp and x * chirp * shift, zero from n on. x is
+  // a complex sequence with `stride` numbers from one to the next.
   void (*chirp_load)(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t padded, const void* x, int64_t stride,
                      const void* chirp, const void* shift, bool conjugate, void* out);
   // The reverse: out = (first + second * conj(shift)) * chirp.
