@@ -1,10 +1,12 @@
 // Glue of the spectral family for the CPU key. Schemas: pfl_ext/ops/spectral.py.
 #include "cpu/kernels/spectral.h"
 
+#include <cstring>
 #include <tuple>
 
 #include <torch/csrc/stable/library.h>
 
+#include "glue/fft.h"
 #include "glue/spectral.h"
 
 namespace pfl::cpu {
@@ -42,6 +44,13 @@ template <typename Pointer>
 Pointer* at(Pointer* data, DType dtype, int64_t index, int64_t parts = 1) {
   using Byte = std::conditional_t<std::is_const_v<Pointer>, const char, char>;
   return static_cast<Byte*>(data) + index * parts * item_size(dtype);
+}
+
+void check_like(const char* op, const char* role, const Tensor& t, const Tensor& like) {
+  if (t.scalar_type() != like.scalar_type() || !t.is_cpu() || !t.is_contiguous()) {
+    fail(op, ": ", role, " is ", glue::describe(t), "; a contiguous tensor like ", glue::describe(like),
+         " is expected");
+  }
 }
 
 std::tuple<Tensor, Tensor> spectral_teacher(const Tensor& spectrum, int64_t length, int64_t count) {
@@ -103,15 +112,102 @@ Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, co
   return loss;
 }
 
+// ---- FFTs whose bits do not depend on the number of threads
+
+// out(row) = transform(row) for the rows of a matrix, each on one thread: the library cuts a transform that it has
+// several threads for in another way, with other bits. The second task of a single row is empty; it is there because
+// only a parallel region keeps the library to one thread.
+template <typename F>
+Tensor transform_rows(const Tensor& x, int64_t columns, glue::ScalarType type, const F& transform) {
+  const int64_t rows = x.size(0);
+  Tensor out = torch::stable::new_empty(x, {rows == 1 ? 0 : rows, columns}, type);
+  torch::stable::parallel_for(0, std::max<int64_t>(rows, 2), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < std::min(end, rows); ++row) {
+      Tensor all = x;
+      Tensor result = transform(torch::stable::narrow(all, 0, row, 1));
+      if (rows == 1) {
+        out = result;
+      } else {
+        Tensor place = torch::stable::narrow(out, 0, row, 1);
+        torch::stable::copy_(place, result);
+      }
+    }
+  });
+  return out;
+}
+
+Tensor rfft_rows(const Tensor& x) {
+  const char* op = "pfl_ext::rfft_rows";
+  const bool wide = x.scalar_type() == glue::ScalarType::Double;
+  if ((!wide && x.scalar_type() != glue::ScalarType::Float) || x.dim() != 2 || x.size(1) < 1) {
+    fail(op, ": x is ", glue::describe(x), "; a float32 or float64 matrix is accepted");
+  }
+  return transform_rows(x, x.size(1) / 2 + 1, wide ? glue::ScalarType::ComplexDouble : glue::ScalarType::ComplexFloat,
+                        [](const Tensor& row) { return glue::real_fft(row); });
+}
+
+Tensor irfft_rows(const Tensor& half_spectrum, int64_t length) {
+  const char* op = "pfl_ext::irfft_rows";
+  const DType dtype = glue::parts_of(op, "the half spectrum", half_spectrum);
+  if (half_spectrum.dim() != 2 || length < 1 || half_spectrum.size(1) != length / 2 + 1) {
+    fail(op, ": the half spectrum is ", glue::describe(half_spectrum), " for length ", length);
+  }
+  return transform_rows(half_spectrum, length, glue::real_type(dtype),
+                        [&](const Tensor& row) { return glue::inverse_real_fft(row, length); });
+}
+
+// Rows transformed at once. They and their result fit into the second-level cache for rows of 2048 complex numbers.
+constexpr int64_t kTile = 16;
+
+// DFTs of the rows of x [R, a * b], in two steps of short FFTs: of the b columns of the matrix [a, b] that a row is,
+// then, times the twiddles [b, a], of its a rows. One long FFT walks through memory many times, and the library
+// computes its own twiddles anew in each call.
+// Without twiddles, in one step.
+Tensor fft_rows(const Tensor& x, const Tensor& twiddle, bool inverse) {
+  const char* op = "pfl_ext::fft_rows";
+  const DType dtype = glue::parts_of(op, "x", x);
+  check_like(op, "x", x, x);
+  if (twiddle.numel() == 0 && x.dim() == 2) {
+    return transform_rows(x, x.size(1), x.scalar_type(),
+                          [&](const Tensor& row) { return glue::complex_fft(row, inverse); });
+  }
+  check_like(op, "twiddle", twiddle, x);
+  if (x.dim() != 2 || twiddle.dim() != 2 || x.size(1) != twiddle.numel()) {
+    fail(op, ": x is ", glue::describe(x), " for twiddles ", glue::describe(twiddle));
+  }
+  const int64_t rows = x.size(0), b = twiddle.size(0), a = twiddle.size(1);
+  Tensor between = torch::stable::new_empty(x, x.sizes());
+  Tensor out = torch::stable::new_empty(x, x.sizes());
+  const void *in = x.const_data_ptr(), *factors = twiddle.const_data_ptr();
+  void *middle = between.mutable_data_ptr(), *result = out.mutable_data_ptr();
+  const SpectralKernels& kernels = spectral();
+  const int64_t column_tiles = (b + kTile - 1) / kTile, row_tiles = (a + kTile - 1) / kTile;
+  torch::stable::parallel_for(0, rows * column_tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t first = t % column_tiles * kTile, count = std::min(kTile, b - first),
+                    row = t / column_tiles * a * b;
+      Tensor columns = torch::stable::new_empty(x, {count, a});
+      kernels.gather_columns(dtype, a, b, first, count, at(in, dtype, row, 2), columns.mutable_data_ptr());
+      Tensor transformed = glue::complex_fft(columns, inverse);
+      kernels.scatter_columns(dtype, a, b, first, count, transformed.mutable_data_ptr(),
+                              at(factors, dtype, first * a, 2), inverse, at(middle, dtype, row, 2));
+    }
+  });
+  torch::stable::parallel_for(0, rows * row_tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int64_t first = t % row_tiles * kTile, count = std::min(kTile, a - first), row = t / row_tiles * a * b;
+      Tensor part = torch::stable::new_empty(x, {count, b});
+      std::memcpy(part.mutable_data_ptr(), at(middle, dtype, row + first * b, 2), count * b * 2 * item_size(dtype));
+      Tensor transformed = glue::complex_fft(part, inverse);
+      kernels.scatter_columns(dtype, b, a, first, count, transformed.mutable_data_ptr(), nullptr, false,
+                              at(result, dtype, row, 2));
+    }
+  });
+  return out;
+}
+
 // ---- chirps
 // ----------------------------------------------------------------------------------------------------------
-
-void check_like(const char* op, const char* role, const Tensor& t, const Tensor& like) {
-  if (t.scalar_type() != like.scalar_type() || !t.is_cpu() || !t.is_contiguous()) {
-    fail(op, ": ", role, " is ", glue::describe(t), "; a contiguous tensor like ", glue::describe(like),
-         " is expected");
-  }
-}
 
 // Column `row` of a complex matrix [n, R].
 struct Column {
@@ -215,6 +311,9 @@ Tensor split_rows(const Tensor& half_spectrum, const Tensor& twiddle, int64_t n)
 STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
   m.impl("spectral_teacher", TORCH_BOX(&pfl::cpu::spectral_teacher));
   m.impl("half_spectrum_divergence_", TORCH_BOX(&pfl::cpu::half_spectrum_divergence_));
+  m.impl("rfft_rows", TORCH_BOX(&pfl::cpu::rfft_rows));
+  m.impl("irfft_rows", TORCH_BOX(&pfl::cpu::irfft_rows));
+  m.impl("fft_rows", TORCH_BOX(&pfl::cpu::fft_rows));
   m.impl("chirp_load", TORCH_BOX(&pfl::cpu::chirp_load));
   m.impl("chirp_store_", TORCH_BOX(&pfl::cpu::chirp_store_));
   m.impl("join_rows", TORCH_BOX(&pfl::cpu::join_rows));

@@ -107,7 +107,76 @@ def _is_awkward(length: int) -> bool:
     return length > _AWKWARD_PRIME and _largest_prime_factor(length) > _AWKWARD_PRIME
 
 
+# ---- FFTs of rows ----------------------------------------------------------------------------------------------------
+#
+# torch's, without a factor in either direction. The CPU kernels make them independent of the number of threads: MKL
+# gives other bits for another number where it has more threads than rows. A long one is done in two steps of short
+# FFTs, cut over the threads.
+
+
+def _fft_rows_reference(x: Tensor, twiddle: Tensor, inverse: bool) -> Tensor:
+    return torch.fft.ifft(x, norm="forward") if inverse else torch.fft.fft(x)
+
+
+_fft_rows = declare(
+    "fft_rows(Tensor x, Tensor twiddle, bool inverse) -> Tensor",
+    reference=_fft_rows_reference,
+    fake=lambda x, twiddle, inverse: torch.empty_like(x),
+)
+_rfft_rows = declare(
+    "rfft_rows(Tensor x) -> Tensor",
+    reference=lambda x: torch.fft.rfft(x),
+    fake=lambda x: x.new_empty((x.shape[0], x.shape[1] // 2 + 1), dtype=_complex_type(x.dtype)),
+)
+_irfft_rows = declare(
+    "irfft_rows(Tensor half_spectrum, int length) -> Tensor",
+    reference=lambda half_spectrum, length: torch.fft.irfft(half_spectrum, n=length, norm="forward"),
+    fake=lambda half_spectrum, length: half_spectrum.new_empty(
+        (half_spectrum.shape[0], length), dtype=_real_type(half_spectrum.dtype)
+    ),
+)
+
+_LONG = 1 << 17
+
+
+@lru_cache(maxsize=256)
+def _steps(length: int) -> tuple[int, int] | None:
+    """Two factors of a long length, each smooth and short enough for the cache; None if there are none."""
+    if length < _LONG:
+        return None
+    for a in range(math.isqrt(length), 15, -1):
+        if length % a == 0 and length // a <= 8192 and max(map(_largest_prime_factor, (a, length // a))) <= 64:
+            return a, length // a
+    return None
+
+
+def _units(numerator: Tensor, denominator: int) -> Tensor:
+    """exp(-i pi numerator / denominator) of integers, in complex128."""
+    angle = numerator.double() * (-math.pi / denominator)
+    return torch.complex(torch.cos(angle), torch.sin(angle))
+
+
+@lru_cache(maxsize=4)
+def _step_twiddles(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """exp(-2 pi i j k / (a b)), [b, a] for the two steps of a long length; empty for one step."""
+    steps = _steps(length) if device.type == "cpu" else None
+    if steps is None:
+        return torch.empty(0, dtype=dtype, device=device)
+    a, b = steps
+    return _units(2 * torch.arange(b, device=device)[:, None] * torch.arange(a, device=device), length).to(dtype)
+
+
+def _complex_dft(x: Tensor, inverse: bool) -> Tensor:
+    """The DFTs of the rows of ``x``, or their inverses without 1/n."""
+    return _fft_rows(x.contiguous(), _step_twiddles(x.shape[1], x.dtype, x.device), inverse)
+
+
 # ---- chirps: the DFT of an awkward length through FFTs of a smooth one ----------------------------------------------
+
+
+def _row_phases(n: int, rows: int, device: torch.device) -> Tensor:
+    """exp(-2 pi i k / d) for the first bins of ``rows`` interleaved rows of length n, [n // 2 + 1]."""
+    return _units(2 * torch.arange(n // 2 + 1, device=device), n * rows)
 
 
 @dataclass(frozen=True)
@@ -129,23 +198,18 @@ class _Chirps:
     @lru_cache(maxsize=4)
     def of(n: int, rows: int, dtype: torch.dtype, device: torch.device) -> _Chirps:
         m = _smooth_length(n)
-
-        def unit(numerator: Tensor, denominator: int) -> Tensor:
-            angle = numerator.double() * (-math.pi / denominator)
-            return torch.complex(torch.cos(angle), torch.sin(angle))
-
         k = torch.arange(n, dtype=torch.int64, device=device)
-        chirp = unit(k * k % (2 * n), n)
+        chirp = _units(k * k % (2 * n), n)
         tail = chirp[1:].conj().flip(0)  # at the negative places -n + 1 ... -1, which are m - n + 1 ... m - 1
         kernel = torch.zeros(2, m, dtype=torch.complex128, device=device)
         kernel[:, :n] = chirp.conj()
         # Both wrap around: the negacyclic one with a change of sign.
         kernel[0, m - n + 1 :] += tail
         kernel[1, m - n + 1 :] -= tail
-        kernel[1] *= unit(torch.arange(m, dtype=torch.int64, device=device), m)
+        kernel[1] *= _units(torch.arange(m, dtype=torch.int64, device=device), m)
         kernel = torch.fft.fft(kernel) / (2 * m)
-        twiddle = unit(2 * k[: n // 2 + 1], n * rows)
-        return _Chirps(chirp.to(dtype), unit(k, m).to(dtype), kernel.to(dtype), twiddle.to(dtype))
+        twiddle = _row_phases(n, rows, device)
+        return _Chirps(chirp.to(dtype), _units(k, m).to(dtype), kernel.to(dtype), twiddle.to(dtype))
 
 
 def _chirp_load_reference(rows: Tensor, row: int, chirp: Tensor, shift: Tensor, padded: int, conjugate: bool) -> Tensor:
@@ -253,9 +317,9 @@ _split_rows = declare(
 def _convolve(out: Tensor, row: int, rows: Tensor, chirps: _Chirps, invert: bool) -> None:
     """The DFT of column ``row`` of ``rows``, or its inverse without 1/n, into that column of ``out``."""
     work = _chirp_load(rows, row, chirps.chirp, chirps.shift, chirps.kernel.shape[1], invert)
-    work = torch.fft.fft(work)
+    work = _complex_dft(work, inverse=False)
     work *= chirps.kernel
-    work = torch.fft.ifft(work, norm="forward")
+    work = _complex_dft(work, inverse=True)
     _chirp_store(out, row, work, chirps.chirp, chirps.shift, invert)
 
 
@@ -324,6 +388,29 @@ def _awkward_odd_idft(half_spectrum: Tensor, d: int, chirps: _Chirps) -> Tensor:
     return out
 
 
+# ---- a long even length: half as many complex numbers ----------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def _pair_twiddles(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _row_phases(n, 2, device).to(dtype)
+
+
+def _long_dft(x: Tensor) -> Tensor:
+    n = x.shape[1] // 2
+    transformed = _complex_dft(torch.view_as_complex(x.view(-1, n, 2)), inverse=False)
+    twiddle = _pair_twiddles(n, transformed.dtype, x.device)
+    halves = [_join_rows(row[:, None], twiddle) for row in transformed]
+    return halves[0][None] if len(halves) == 1 else torch.stack(halves)
+
+
+def _long_idft(half_spectrum: Tensor, d: int) -> Tensor:
+    twiddle = _pair_twiddles(d // 2, half_spectrum.dtype, half_spectrum.device)
+    rows = [_split_rows(bins, twiddle, d // 2)[:, 0] for bins in half_spectrum]
+    packed = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+    return torch.view_as_real(_complex_dft(packed, inverse=True)).view(-1, d)
+
+
 # ---- the real transform and its adjoint ----------------------------------------------------------------------------
 
 
@@ -332,22 +419,28 @@ def _use_chirps(x: Tensor, length: int) -> bool:
     return x.device.type == "cpu" and _is_awkward(length)
 
 
+def _is_long(x: Tensor, length: int) -> bool:
+    return x.device.type == "cpu" and length % 2 == 0 and _steps(length // 2) is not None
+
+
 def _dft(x: Tensor, length: int) -> Tensor:
     """The half spectrum of the rows of ``x`` [C, d], followed by zeros up to ``length``."""
-    x = x.to(_accumulate_type(x.dtype))
+    x = x.to(_accumulate_type(x.dtype)).contiguous()
+    if length != x.shape[1]:
+        x = torch.nn.functional.pad(x, (0, length - x.shape[1]))
     if _use_chirps(x, length):
-        return _awkward_dft(
-            torch.nn.functional.pad(x, (0, length - x.shape[1])) if length != x.shape[1] else x.contiguous()
-        )
-    return torch.fft.rfft(x, n=length)
+        return _awkward_dft(x)
+    return _long_dft(x) if _is_long(x, length) else _rfft_rows(x)
 
 
 def _idft(half_spectrum: Tensor, length: int, size: int) -> Tensor:
     """The first ``size`` values of the inverse transform, without 1/length."""
     if _use_chirps(half_spectrum, length):
         result = _awkward_idft(half_spectrum, length)
+    elif _is_long(half_spectrum, length):
+        result = _long_idft(half_spectrum, length)
     else:
-        result = torch.fft.irfft(half_spectrum, n=length, norm="forward")
+        result = _irfft_rows(half_spectrum, length)
     return result[:, :size]
 
 

@@ -54,10 +54,10 @@ def run_divergence(emulator, x, log_q, total, length, count, form, need_grad=Tru
     return loss
 
 
-def assert_near(actual, expected, dtype):
+def assert_near(actual, expected, dtype, terms=1.0):
     # The kernels' magnitude, logarithm and quotient are each good to an ulp or two; sums are in float64 in both.
-    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-    torch.testing.assert_close(actual, expected, rtol=0, atol=16 * torch.finfo(dtype).eps * scale)
+    scale = max(terms, float(expected.abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=32 * torch.finfo(dtype).eps * scale)
 
 
 def test_the_chunk_size_tested_is_the_kernels(emulator):
@@ -80,7 +80,8 @@ def test_kernels_equal_the_reference_over_chunk_boundaries(emulator, dtype, tau)
                 loss = run_divergence(emulator, x, log_q, total, length, count, form)
                 expected = spectral._half_divergence_reference(y, log_q, total, length, count, form, True)
                 assert_near(x, y, dtype)
-                assert_near(loss, expected, dtype)
+                # Terms of the size of p log p cancel in the loss.
+                assert_near(loss, expected, dtype, p.abs().sum(1).max().item() if form else 1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

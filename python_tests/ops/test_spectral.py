@@ -267,11 +267,31 @@ def op_arguments(device, d=12, dtype=torch.complex128):
         "chirp_store_": (rows.clone(), 1, chirps.kernel.clone(), chirps.chirp, chirps.shift, True),
         "join_rows": (rows.T.contiguous().T, chirps.twiddle),
         "split_rows": (x[0, : 2 * n + 1].contiguous(), chirps.twiddle, n),
+        "rfft_rows": (p,),
+        "irfft_rows": (x, d),
+        "fft_rows": (x, x[:, :0], True),
         "real_dft": (p, d),
         "real_idft": (x, d, d),
         "spectral_divergence": (p, log_q, total, d, count, 0, True),
         "spectral_scale_gradient": (p, p[:, 0].contiguous()),
     }
+
+
+# Long enough for two steps of short FFTs: 2^19, and one with steps that are no multiples of the tile.
+LONG = [1 << 19, 2 * 363 * 385]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("d", LONG)
+def test_long_lengths_are_as_exact_as_an_fft(device, dtype, clients, d):
+    assert spectral._steps(d // 2) is not None
+    x = weights(clients, d, dtype=dtype, device=device)
+    expected = torch.fft.rfft(x.double())
+    half = OPS["real_dft"](x, d)
+    assert (half.to(torch.complex128) - expected).norm() <= fft_error(d, dtype) * expected.norm()
+    back = OPS["real_idft"](half, d, d)
+    assert (back.double() / d - x.double()).norm() <= 2 * fft_error(d, dtype) * x.double().norm()
 
 
 NATIVE = ["spectral_teacher", "half_spectrum_divergence_", "chirp_load", "chirp_store_", "join_rows", "split_rows"]
@@ -311,9 +331,11 @@ def test_rows_are_joined_to_the_spectrum_of_the_whole(device, rows, n):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("d", [30011, 65536, 6 * PRIME])
-def test_the_bits_do_not_depend_on_threads_or_runs(device, dtype, d):
-    p, q = weights(3, d, dtype=dtype, device=device), weights(3, d, dtype=dtype, device=device, seed=1)
+@pytest.mark.parametrize(
+    ("clients", "d"), [(3, PRIME), (1, 62006), (3, 65536), (1, 6 * PRIME), (1, 1 << 18), (1, 131101 * 2)]
+)
+def test_the_bits_do_not_depend_on_threads_or_runs(device, dtype, clients, d):
+    p, q = weights(clients, d, dtype=dtype, device=device), weights(clients, d, dtype=dtype, device=device, seed=1)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 4, 1):

@@ -344,6 +344,33 @@ void split_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* h
   }
 }
 
+// Rows that are turned at once: their cache lines stay in the first-level cache until every column has been written.
+constexpr int64_t kTurn = 8;
+
+template <typename A>
+void gather_columns(int64_t rows, int64_t columns, int64_t first, int64_t count, const Complex<A>* x, Complex<A>* out) {
+  for (int64_t begin = 0; begin < rows; begin += kTurn) {
+    const int64_t end = smaller(begin + kTurn, rows);
+    for (int64_t c = 0; c < count; ++c) {
+      for (int64_t r = begin; r < end; ++r) out[c * rows + r] = x[r * columns + first + c];
+    }
+  }
+}
+
+template <typename A>
+void scatter_columns(int64_t rows, int64_t columns, int64_t first, int64_t count, Complex<A>* in,
+                     const Complex<A>* factor, A sign, Complex<A>* out) {
+  if (factor != nullptr) {
+    for (int64_t i = 0; i < count * rows; ++i) in[i] = in[i] * Complex<A>{factor[i].re, sign * factor[i].im};
+  }
+  for (int64_t begin = 0; begin < rows; begin += kTurn) {
+    const int64_t end = smaller(begin + kTurn, rows);
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t c = 0; c < count; ++c) out[r * columns + first + c] = in[c * rows + r];
+    }
+  }
+}
+
 // ---- by type
 // ---------------------------------------------------------------------------------------------------------
 
@@ -417,9 +444,28 @@ void split_rows(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t pair
   });
 }
 
+void gather_columns(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, const void* x,
+                    void* out) {
+  visit(dtype, [&](auto tag) {
+    using A = typename decltype(tag)::type;
+    gather_columns<A>(rows, columns, first, count, static_cast<const Complex<A>*>(x), static_cast<Complex<A>*>(out));
+  });
+}
+
+void scatter_columns(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, void* in,
+                     const void* factor, bool conjugated, void* out) {
+  visit(dtype, [&](auto tag) {
+    using A = typename decltype(tag)::type;
+    scatter_columns<A>(rows, columns, first, count, static_cast<Complex<A>*>(in),
+                       static_cast<const Complex<A>*>(factor), conjugated ? A(-1) : A(1),
+                       static_cast<Complex<A>*>(out));
+  });
+}
+
 }  // namespace
 
 extern const SpectralKernels spectral;
-const SpectralKernels spectral = {sums, seed, teacher, chirp_load, chirp_store, join_rows, split_rows};
+const SpectralKernels spectral = {sums,      seed,       teacher,        chirp_load,     chirp_store,
+                                  join_rows, split_rows, gather_columns, scatter_columns};
 
 }  // namespace pfl::cpu::PFL_ISA

@@ -33,6 +33,13 @@ struct SpectralKernels {
                     const void* twiddle, void* half_spectrum);
   void (*split_rows)(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t pairs, const void* half_spectrum,
                      const void* twiddle, void* rows);
+  // Columns [first, first + count) of x [rows, columns], each made contiguous: out [count, rows].
+  void (*gather_columns)(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, const void* x,
+                         void* out);
+  // The reverse, with in [count, rows] first multiplied in place by factor of the same shape (or its conjugate); a
+  // null factor is one.
+  void (*scatter_columns)(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, void* in,
+                          const void* factor, bool conjugate, void* out);
 };
 
 // Pairs of rows that join_rows and split_rows take at most.
