@@ -46,9 +46,12 @@ TORCH_TARGET = "0x020a000000000000"
 COMMON_FLAGS = ["-std=c++20", "-O3", f"-I{CSRC}"]
 # -ffp-contract=off and nvcc's -fmad=false: a product is rounded before it is added, on every instruction set and on
 # the GPU, so that element-wise ops give the same bits everywhere. They are bound by memory: it costs nothing.
-# -fno-trapping-math: nobody reads the floating-point exception flags, and only without them may gcc turn the two sides
-# of a comparison into a vector selection. It changes no result.
-CXX_FLAGS = [*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-trapping-math", "-Wall", "-Wextra"]
+# -fno-math-errno, -fno-trapping-math: nobody reads errno or the exception flags, and without these two a loop with a
+# square root or a condition around a division is not vectorised. No result depends on them.
+CXX_FLAGS = [
+    *(*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+]
 NVCC_FLAGS = [*COMMON_FLAGS, "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
 STABLE_ABI_FLAGS = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
 

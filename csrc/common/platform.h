@@ -21,6 +21,9 @@
 // would keep one of the copies built for different instruction sets, possibly the AVX-512 one, for all of them.
 #if defined(__CUDACC__)
 #define PFL_HD static __host__ __device__ __forceinline__
+#define PFL_HD_MEMBER __host__ __device__ __forceinline__
 #else
 #define PFL_HD [[maybe_unused]] static inline __attribute__((always_inline))
+// Always inlined, so that there is no copy for the linker to choose from.
+#define PFL_HD_MEMBER inline __attribute__((always_inline))
 #endif
