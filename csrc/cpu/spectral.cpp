@@ -17,12 +17,15 @@ using glue::fail;
 using glue::HalfSpectra;
 using glue::Tensor;
 
+// Fewer are not worth waking a thread for: a chunk takes some ten microseconds.
+constexpr int64_t kChunksPerTask = 4;
+
 int64_t chunks_of(int64_t elements) { return (elements + kBinsPerChunk - 1) / kBinsPerChunk; }
 
 // f(begin, end) over chunks of [0, elements).
 template <typename F>
 void for_each_chunk(int64_t elements, const F& f) {
-  torch::stable::parallel_for(0, chunks_of(elements), 1, [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, chunks_of(elements), kChunksPerTask, [&](int64_t first, int64_t last) {
     for (int64_t c = first; c < last; ++c) f(c * kBinsPerChunk, std::min(elements, (c + 1) * kBinsPerChunk));
   });
 }
@@ -31,7 +34,7 @@ void for_each_chunk(int64_t elements, const F& f) {
 template <typename F>
 void for_each_chunk_of_rows(int64_t rows, int64_t elements, const F& f) {
   const int64_t chunks = chunks_of(elements);
-  torch::stable::parallel_for(0, rows * chunks, 1, [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, rows * chunks, kChunksPerTask, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / chunks, c = i % chunks;
       f(row, c, c * kBinsPerChunk, std::min(elements, (c + 1) * kBinsPerChunk));
@@ -114,12 +117,16 @@ Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, co
 
 // ---- FFTs whose bits do not depend on the number of threads
 
+// Up to this length the library gives a row to one thread by itself (measured: other bits from 16384 on).
+constexpr int64_t kShort = 4096;
+
 // out(row) = transform(row) for the rows of a matrix, each on one thread: the library cuts a transform that it has
 // several threads for in another way, with other bits. The second task of a single row is empty; it is there because
 // only a parallel region keeps the library to one thread.
 template <typename F>
 Tensor transform_rows(const Tensor& x, int64_t columns, glue::ScalarType type, const F& transform) {
   const int64_t rows = x.size(0);
+  if (x.size(1) <= kShort) return transform(x);
   Tensor out = torch::stable::new_empty(x, {rows == 1 ? 0 : rows, columns}, type);
   torch::stable::parallel_for(0, std::max<int64_t>(rows, 2), 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < std::min(end, rows); ++row) {
