@@ -266,6 +266,18 @@ void chirp_store_(const Tensor& out, int64_t row, const Tensor& convolved, const
   });
 }
 
+void chirp_multiply_(const Tensor& x, const Tensor& kernel) {
+  const char* op = "pfl_ext::chirp_multiply_";
+  const DType dtype = glue::parts_of(op, "x", x);
+  check_like(op, "x", x, x);
+  check_like(op, "kernel", kernel, x);
+  if (x.numel() != kernel.numel()) fail(op, ": x is ", glue::describe(x), ", kernel is ", glue::describe(kernel));
+  void* values = x.mutable_data_ptr();
+  const void* factors = kernel.const_data_ptr();
+  const SpectralKernels& kernels = spectral();
+  for_each_chunk(x.numel(), [&](int64_t begin, int64_t end) { kernels.multiply(dtype, begin, end, values, factors); });
+}
+
 void check_rows(const char* op, int64_t n, int64_t pairs, const Tensor& twiddle) {
   if (n < 1 || pairs < 1 || pairs > kMaxPairs || twiddle.numel() != n / 2 + 1) {
     fail(op, ": ", pairs, " pairs of rows of length ", n, " and ", twiddle.numel(), " twiddles; 1 to ", kMaxPairs,
@@ -322,6 +334,7 @@ STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
   m.impl("irfft_rows", TORCH_BOX(&pfl::cpu::irfft_rows));
   m.impl("fft_rows", TORCH_BOX(&pfl::cpu::fft_rows));
   m.impl("chirp_load", TORCH_BOX(&pfl::cpu::chirp_load));
+  m.impl("chirp_multiply_", TORCH_BOX(&pfl::cpu::chirp_multiply_));
   m.impl("chirp_store_", TORCH_BOX(&pfl::cpu::chirp_store_));
   m.impl("join_rows", TORCH_BOX(&pfl::cpu::join_rows));
   m.impl("split_rows", TORCH_BOX(&pfl::cpu::split_rows));
