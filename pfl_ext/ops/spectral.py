@@ -92,7 +92,8 @@ def _smooth_length(least: int) -> int:
 
 
 # The FFT library's own way with large primes takes 2 to 13 times as long as a smooth length from this factor on (one
-# million points: 2.6 times at 8209, 4 at 32771, 13 at 524309); the chirps below take about 2.5 times.
+# million points: 2.6 times at 8209, 4 at 32771, 13 at 524309, on a loaded
+# machine); the chirps need four times a smooth length's operations, an estimate that is yet to be timed.
 _AWKWARD_PRIME = 8192
 
 
@@ -257,7 +258,7 @@ def _chirp_multiply_reference(x: Tensor, kernel: Tensor) -> None:
     x.mul_(kernel)
 
 
-# Not torch's product: at the ends of a thread's share that rounds in another way.
+# Not torch's product: with it the bits depended on the number of threads.
 _chirp_multiply = declare(
     "chirp_multiply_(Tensor(a!) x, Tensor kernel) -> ()",
     reference=_chirp_multiply_reference,
