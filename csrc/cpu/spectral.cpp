@@ -17,12 +17,15 @@ using glue::fail;
 using glue::HalfSpectra;
 using glue::Tensor;
 
+// Fewer are not worth waking a thread for: a chunk takes some ten microseconds.
+constexpr int64_t kChunksPerTask = 4;
+
 int64_t chunks_of(int64_t elements) { return (elements + kBinsPerChunk - 1) / kBinsPerChunk; }
 
 // f(begin, end) over chunks of [0, elements).
 template <typename F>
 void for_each_chunk(int64_t elements, const F& f) {
-  torch::stable::parallel_for(0, chunks_of(elements), 1, [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, chunks_of(elements), kChunksPerTask, [&](int64_t first, int64_t last) {
     for (int64_t c = first; c < last; ++c) f(c * kBinsPerChunk, std::min(elements, (c + 1) * kBinsPerChunk));
   });
 }
@@ -31,7 +34,7 @@ void for_each_chunk(int64_t elements, const F& f) {
 template <typename F>
 void for_each_chunk_of_rows(int64_t rows, int64_t elements, const F& f) {
   const int64_t chunks = chunks_of(elements);
-  torch::stable::parallel_for(0, rows * chunks, 1, [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, rows * chunks, kChunksPerTask, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / chunks, c = i % chunks;
       f(row, c, c * kBinsPerChunk, std::min(elements, (c + 1) * kBinsPerChunk));
@@ -114,12 +117,16 @@ Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, co
 
 // ---- FFTs whose bits do not depend on the number of threads
 
+// Up to this length the library gives a row to one thread by itself (measured: other bits from 16384 on).
+constexpr int64_t kShort = 4096;
+
 // out(row) = transform(row) for the rows of a matrix, each on one thread: the library cuts a transform that it has
 // several threads for in another way, with other bits. The second task of a single row is empty; it is there because
 // only a parallel region keeps the library to one thread.
 template <typename F>
 Tensor transform_rows(const Tensor& x, int64_t columns, glue::ScalarType type, const F& transform) {
   const int64_t rows = x.size(0);
+  if (x.size(1) <= kShort) return transform(x);
   Tensor out = torch::stable::new_empty(x, {rows == 1 ? 0 : rows, columns}, type);
   torch::stable::parallel_for(0, std::max<int64_t>(rows, 2), 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < std::min(end, rows); ++row) {
@@ -259,6 +266,18 @@ void chirp_store_(const Tensor& out, int64_t row, const Tensor& convolved, const
   });
 }
 
+void chirp_multiply_(const Tensor& x, const Tensor& kernel) {
+  const char* op = "pfl_ext::chirp_multiply_";
+  const DType dtype = glue::parts_of(op, "x", x);
+  check_like(op, "x", x, x);
+  check_like(op, "kernel", kernel, x);
+  if (x.numel() != kernel.numel()) fail(op, ": x is ", glue::describe(x), ", kernel is ", glue::describe(kernel));
+  void* values = x.mutable_data_ptr();
+  const void* factors = kernel.const_data_ptr();
+  const SpectralKernels& kernels = spectral();
+  for_each_chunk(x.numel(), [&](int64_t begin, int64_t end) { kernels.multiply(dtype, begin, end, values, factors); });
+}
+
 void check_rows(const char* op, int64_t n, int64_t pairs, const Tensor& twiddle) {
   if (n < 1 || pairs < 1 || pairs > kMaxPairs || twiddle.numel() != n / 2 + 1) {
     fail(op, ": ", pairs, " pairs of rows of length ", n, " and ", twiddle.numel(), " twiddles; 1 to ", kMaxPairs,
@@ -315,6 +334,7 @@ STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
   m.impl("irfft_rows", TORCH_BOX(&pfl::cpu::irfft_rows));
   m.impl("fft_rows", TORCH_BOX(&pfl::cpu::fft_rows));
   m.impl("chirp_load", TORCH_BOX(&pfl::cpu::chirp_load));
+  m.impl("chirp_multiply_", TORCH_BOX(&pfl::cpu::chirp_multiply_));
   m.impl("chirp_store_", TORCH_BOX(&pfl::cpu::chirp_store_));
   m.impl("join_rows", TORCH_BOX(&pfl::cpu::join_rows));
   m.impl("split_rows", TORCH_BOX(&pfl::cpu::split_rows));

@@ -92,7 +92,8 @@ def _smooth_length(least: int) -> int:
 
 
 # The FFT library's own way with large primes takes 2 to 13 times as long as a smooth length from this factor on (one
-# million points: 2.6 times at 8209, 4 at 32771, 13 at 524309); the chirps below take about 2.5 times.
+# million points: 2.6 times at 8209, 4 at 32771, 13 at 524309, on a loaded
+# machine); the chirps need four times a smooth length's operations, an estimate that is yet to be timed.
 _AWKWARD_PRIME = 8192
 
 
@@ -136,7 +137,9 @@ _irfft_rows = declare(
     ),
 )
 
-_LONG = 1 << 17
+# Complex numbers from which two steps are faster than one: 3 times at 32,768, 6 times at 31,003 = 7 * 43 * 103, on one
+# thread of an AMD EPYC.
+_LONG = 1 << 13
 
 
 @lru_cache(maxsize=256)
@@ -145,7 +148,7 @@ def _steps(length: int) -> tuple[int, int] | None:
     if length < _LONG:
         return None
     for a in range(math.isqrt(length), 15, -1):
-        if length % a == 0 and length // a <= 8192 and max(map(_largest_prime_factor, (a, length // a))) <= 64:
+        if length % a == 0 and length // a <= 8192 and max(map(_largest_prime_factor, (a, length // a))) <= 128:
             return a, length // a
     return None
 
@@ -251,6 +254,18 @@ _chirp_store = declare(
 )
 
 
+def _chirp_multiply_reference(x: Tensor, kernel: Tensor) -> None:
+    x.mul_(kernel)
+
+
+# Not torch's product: with it the bits depended on the number of threads.
+_chirp_multiply = declare(
+    "chirp_multiply_(Tensor(a!) x, Tensor kernel) -> ()",
+    reference=_chirp_multiply_reference,
+    fake=lambda x, kernel: None,
+)
+
+
 def _row_transform(count: int, sign: float, like: Tensor) -> Tensor:
     """The DFT matrix of the rows, [count, count]."""
     k = torch.arange(count, dtype=torch.float64, device=like.device)
@@ -318,7 +333,7 @@ def _convolve(out: Tensor, row: int, rows: Tensor, chirps: _Chirps, invert: bool
     """The DFT of column ``row`` of ``rows``, or its inverse without 1/n, into that column of ``out``."""
     work = _chirp_load(rows, row, chirps.chirp, chirps.shift, chirps.kernel.shape[1], invert)
     work = _complex_dft(work, inverse=False)
-    work *= chirps.kernel
+    _chirp_multiply(work, chirps.kernel)
     work = _complex_dft(work, inverse=True)
     _chirp_store(out, row, work, chirps.chirp, chirps.shift, invert)
 

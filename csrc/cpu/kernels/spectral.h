@@ -33,6 +33,8 @@ struct SpectralKernels {
                     const void* twiddle, void* half_spectrum);
   void (*split_rows)(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t pairs, const void* half_spectrum,
                      const void* twiddle, void* rows);
+  // x *= factor for places [begin, end).
+  void (*multiply)(DType dtype, int64_t begin, int64_t end, void* x, const void* factor);
   // Columns [first, first + count) of x [rows, columns], each made contiguous: out [count, rows].
   void (*gather_columns)(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, const void* x,
                          void* out);
