@@ -36,7 +36,7 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 TEST_TOOLS := pytest hypothesis numpy
 DEV_TOOLS := $(TEST_TOOLS) pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
 
-PYTHON_SOURCES := pfl_ext benchmarks python_tests setup.py .ci
+PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 

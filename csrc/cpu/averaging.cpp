@@ -1,8 +1,8 @@
 // Glue of the averaging family for the CPU key. Schemas: pfl_ext/ops/averaging.py.
 #include <torch/csrc/stable/library.h>
 
-#include "common/planner.h"
 #include "cpu/kernels/averaging.h"
+#include "cpu/pieces.h"
 #include "glue/averaging.h"
 
 namespace pfl::cpu {
@@ -11,27 +11,18 @@ namespace {
 using glue::Tensor;
 using TensorList = std::vector<Tensor>;
 
-// What a thread takes at once. Large enough that starting a piece does not show, small enough that LeNet's 62,006
-// weights still feed four threads.
-constexpr int64_t kBundleElements = 16384;
-
-template <typename F>
-void for_each_piece(const std::vector<int64_t>& sizes, const F& f) {
-  const BundlePlan plan = plan_bundles(sizes, kBundleElements);
-  torch::stable::parallel_for(0, plan.bundles(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = plan.bundle_begin[begin]; p < plan.bundle_begin[end]; ++p) f(plan.pieces[p]);
-  });
-}
-
 void average(const char* op, const TensorList& out, const TensorList& server, const TensorList& clients,
              const Tensor& weights, double lr) {
   glue::AverageProblem problem(op, out, server, clients, weights, /*on_cpu=*/true);
   const AveragingKernels& kernels = averaging();
-  for_each_piece(problem.sizes, [&](const Piece& piece) {
+  const auto average_piece = [&](int64_t, const Piece& piece) {
     const int64_t t = piece.tensor;
     kernels.average(problem.dtypes[t], piece.offset, piece.length, problem.clients, problem.x(t), problem.weights,
                     problem.server(t), lr, problem.out(t));
-  });
+  };
+  // An element costs as many reads as there are clients, so two bundles are worth two threads sooner.
+  for_each_piece(plan_bundles(problem.sizes, kPieceElements), /*backwards=*/false, average_piece,
+                 problem.clients >= kFewestParallelBundles ? 2 : kFewestParallelBundles);
   problem.finish();
 }
 
@@ -60,7 +51,7 @@ void accumulate_(const TensorList& sum, const TensorList& client, double weight)
     sizes.push_back(x.numel());
   }
   const AveragingKernels& kernels = averaging();
-  for_each_piece(sizes, [&](const Piece& piece) {
+  for_each_piece(plan_bundles(sizes, kPieceElements), /*backwards=*/false, [&](int64_t, const Piece& piece) {
     const int64_t t = piece.tensor;
     kernels.accumulate(dtypes[t], piece.offset, piece.length, contiguous[t].const_data_ptr(), weight,
                        sum[t].mutable_data_ptr());
@@ -71,7 +62,7 @@ Tensor nonfinite(const TensorList& tensors) {
   const glue::NonfiniteProblem problem(tensors, /*on_cpu=*/true);
   bool* flags = static_cast<bool*>(problem.found.mutable_data_ptr());
   const AveragingKernels& kernels = averaging();
-  for_each_piece(problem.sizes, [&](const Piece& piece) {
+  for_each_piece(plan_bundles(problem.sizes, kPieceElements), /*backwards=*/false, [&](int64_t, const Piece& piece) {
     const int64_t t = piece.tensor;
     if (kernels.any_nonfinite(problem.dtypes[t], piece.offset, piece.length, problem.dense[t].const_data_ptr())) {
       __atomic_store_n(&flags[t], true, __ATOMIC_RELAXED);  // other threads may say the same of the same tensor

@@ -17,7 +17,8 @@ constexpr int64_t kFewestParallelBundles = 5;
 // f(index of the piece, piece) over all pieces. `backwards` walks each thread's share from its end: what an earlier
 // pass over the same plan read last is then read first, while it is still in the cache.
 template <typename F>
-void for_each_piece(const BundlePlan& plan, bool backwards, const F& f) {
+void for_each_piece(const BundlePlan& plan, bool backwards, const F& f,
+                    int64_t fewest_parallel = kFewestParallelBundles) {
   const auto share = [&](int64_t begin, int64_t end) {
     const int64_t first = plan.bundle_begin[begin];
     const int64_t last = plan.bundle_begin[end];
@@ -26,7 +27,7 @@ void for_each_piece(const BundlePlan& plan, bool backwards, const F& f) {
       f(p, plan.pieces[p]);
     }
   };
-  if (plan.bundles() < kFewestParallelBundles) {
+  if (plan.bundles() < fewest_parallel) {
     share(0, plan.bundles());
   } else {
     torch::stable::parallel_for(0, plan.bundles(), 1, share);

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ._declare import declare
+from ._tensor_lists import FLOATS, accumulate_type, describe, without_gradients
 
 __all__ = ["StreamingAverage", "server_update", "weighted_average"]
 
@@ -30,37 +31,31 @@ Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 Integers: TypeAlias = Literal["round", "server", "first"]
 Nonfinite: TypeAlias = Literal["propagate", "raise", "skip"]
 
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
 
 # ---- the ops -------------------------------------------------------------------------------------------------------
-
-
-def _accumulate_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check(out: Sequence[Tensor], server: Sequence[Tensor], clients: Sequence[Tensor], weights: Tensor) -> None:
     """What the native kernels check too; ``out`` may be the first client's tensors."""
     count = weights.numel() if weights.dim() == 1 else 0
     if weights.device.type != "cpu" or weights.dtype != torch.float64 or weights.dim() != 1:
-        raise ValueError(f"weights are {_describe(weights)}; a float64 vector on the CPU is accepted")
+        raise ValueError(f"weights are {describe(weights)}; a float64 vector on the CPU is accepted")
     if count == 0 or len(clients) != count * len(out):
         raise ValueError(f"{len(clients)} client tensors for {count} weights and {len(out)} outputs")
     if server and len(server) != len(out):
         raise ValueError(f"{len(server)} server tensors for {len(out)} outputs")
     for t, reference in enumerate(out):
-        if reference.dtype not in _FLOATS:
-            raise ValueError(f"tensor {t} is {_describe(reference)}; floating types are accepted")
+        if reference.dtype not in FLOATS:
+            raise ValueError(f"tensor {t} is {describe(reference)}; floating types are accepted")
         others = [clients[c * len(out) + t] for c in range(count)] + ([server[t]] if server else [])
         for x in others:
             if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
-                raise ValueError(f"tensor {t} is {_describe(x)} in one model and {_describe(reference)} in another")
+                raise ValueError(f"tensor {t} is {describe(x)} in one model and {describe(reference)} in another")
 
 
 def _average_reference(clients: Sequence[Tensor], weights: Sequence[float], server: Tensor | None, lr: float) -> Tensor:
     dtype = clients[0].dtype
-    accumulate = _accumulate_type(dtype)
+    accumulate = accumulate_type(dtype)
     total = torch.zeros_like(clients[0], dtype=accumulate)
     start = None if server is None else server.to(accumulate)
     for x, weight in zip(clients, weights, strict=True):
@@ -161,9 +156,9 @@ def _accumulate_check(sums: list[Tensor], client: list[Tensor], weight: float) -
     if len(sums) != len(client):
         raise ValueError(f"{len(client)} client tensors for {len(sums)} sums")
     for t, (total, x) in enumerate(zip(sums, client, strict=True)):
-        expected = (x.shape, _accumulate_type(x.dtype), x.device)
-        if x.dtype not in _FLOATS or (total.shape, total.dtype, total.device) != expected or not total.is_contiguous():
-            raise ValueError(f"sum {t} is {_describe(total)}, the client's tensor is {_describe(x)}")
+        expected = (x.shape, accumulate_type(x.dtype), x.device)
+        if x.dtype not in FLOATS or (total.shape, total.dtype, total.device) != expected or not total.is_contiguous():
+            raise ValueError(f"sum {t} is {describe(total)}, the client's tensor is {describe(x)}")
 
 
 def _accumulate_reference(sums: list[Tensor], client: list[Tensor], weight: float) -> None:
@@ -197,10 +192,6 @@ _nonfinite = declare(
 
 
 # ---- what users call -----------------------------------------------------------------------------------------------
-
-
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
 
 
 def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
@@ -277,7 +268,7 @@ def _gather(clients: Any) -> tuple[list[_Model], Callable[[list[Tensor]], Any]]:
     if isinstance(clients, Tensor):
         if clients.dim() != 2 or clients.shape[0] == 0:
             raise ValueError(
-                f"clients is {_describe(clients)}; a matrix with a row for each client is accepted, "
+                f"clients is {describe(clients)}; a matrix with a row for each client is accepted, "
                 "or a sequence of modules, state dicts or lists of tensors"
             )
         return [_Model(None, [row]) for row in clients.unbind(0)], _restorer(clients)
@@ -324,7 +315,7 @@ def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
             x = model.tensors[t]
             if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
                 raise ValueError(
-                    f"tensor {first.name(t)} of {what} is {_describe(x)}, of client 0 {_describe(reference)}"
+                    f"tensor {first.name(t)} of {what} is {describe(x)}, of client 0 {describe(reference)}"
                 ) from None
 
 
@@ -432,9 +423,7 @@ def _combine(
     targets = [(what, m) for what, m in (("server", start), ("out", target)) if m is not None]
     for t in integral:
         if first.tensors[t].is_complex():
-            raise TypeError(
-                f"tensor {first.name(t)} is {_describe(first.tensors[t])}; floats and integers are accepted"
-            )
+            raise TypeError(f"tensor {first.name(t)} is {describe(first.tensors[t])}; floats and integers are accepted")
     if integral:
         _explain(models, targets)
         if integers == "server" and target is None and start is None:
@@ -450,7 +439,7 @@ def _combine(
         if graph and target is None and start is None:
             results = dict(zip(floating, _weighted_average(flat, vector), strict=True))
         else:
-            with torch.no_grad():
+            with without_gradients():
                 begin = [] if start is None else [start.tensors[t] for t in floating]
                 if target is not None:
                     new = [target.tensors[t] for t in floating]
@@ -599,8 +588,8 @@ class StreamingAverage:
         first = self._first
         if first is None:
             for t, x in enumerate(tensors):
-                if x.is_complex() or (x.is_floating_point() and x.dtype not in _FLOATS):
-                    raise TypeError(f"tensor {model.name(t)} is {_describe(x)}; floats and integers are accepted")
+                if x.is_complex() or (x.is_floating_point() and x.dtype not in FLOATS):
+                    raise TypeError(f"tensor {model.name(t)} is {describe(x)}; floats and integers are accepted")
         else:
             model = model.like(first, what)
             tensors = model.tensors
@@ -622,7 +611,7 @@ class StreamingAverage:
                 self.skipped += 1
                 self._skipped_weight += weight
                 return False
-        with torch.no_grad():
+        with without_gradients():
             if first is None:
                 self._begin(client, model, floating)
             try:
@@ -652,7 +641,7 @@ class StreamingAverage:
 
     @staticmethod
     def _empty_sum(x: Tensor) -> Tensor:
-        dtype = _accumulate_type(x.dtype) if x.is_floating_point() else torch.float64
+        dtype = accumulate_type(x.dtype) if x.is_floating_point() else torch.float64
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
     def result(self, out: Model | Tensor | None = None) -> Any:
