@@ -351,7 +351,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         """Loss now, gradient kept."""
-        loss, gradient, normalizer = _distillation.overload(student, *arguments, True)
+        with torch._C._AutoDispatchBelowAutograd():  # this class is its autograd
+            loss, gradient, normalizer = _distillation.overload(student, *arguments, True)
         ctx.save_for_backward(gradient, normalizer)
         return loss
 

@@ -19,6 +19,15 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are tiny: threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_distillation_beats_averaging_and_personalisation_beats_both_at_home():
     result = load("distillation_ensemble").main()
     assert result["distilled"] > result["average"] + 0.05

@@ -28,15 +28,19 @@ Lanes<A> filled(A value) {
   return lanes;
 }
 
+template <typename A>
+A larger(A a, A b) {
+  return a > b ? a : b;
+}
+
 // In a row all lanes get the sum over the lanes; in a tile every lane is a row of its own. By value: a sum whose
 // address is taken might be the memory that the loop around it writes, for all the compiler knows.
 template <bool kTile, typename A>
 Lanes<A> finished_sum(Lanes<A> x) {
   if constexpr (!kTile) {
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      for (int l = 0; l < width; ++l) x.v[l] += x.v[l + width];
-    }
-    x = filled(x.v[0]);
+    for (int l = 0; l < 8; ++l) x.v[l] += x.v[l + 8];
+    for (int l = 0; l < 4; ++l) x.v[l] += x.v[l + 4];
+    x = filled((x.v[0] + x.v[2]) + (x.v[1] + x.v[3]));
   }
   return x;
 }
@@ -44,10 +48,9 @@ Lanes<A> finished_sum(Lanes<A> x) {
 template <bool kTile, typename A>
 Lanes<A> finished_max(Lanes<A> x) {
   if constexpr (!kTile) {
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      for (int l = 0; l < width; ++l) x.v[l] = x.v[l] > x.v[l + width] ? x.v[l] : x.v[l + width];
-    }
-    x = filled(x.v[0]);
+    for (int l = 0; l < 8; ++l) x.v[l] = larger(x.v[l], x.v[l + 8]);
+    for (int l = 0; l < 4; ++l) x.v[l] = larger(x.v[l], x.v[l + 4]);
+    x = filled(larger(larger(x.v[0], x.v[2]), larger(x.v[1], x.v[3])));
   }
   return x;
 }
@@ -218,9 +221,11 @@ struct Block {
   Lanes<A> largest(const A* x, A scale) const {
     Lanes<A> most = filled(negative_infinity<A>());
     for (int64_t k = 0; k < vectors; ++k) {
+#pragma GCC unroll 1  // unrolled before it is vectorised, it stays scalar
       for (int l = 0; l < kLanes; ++l) {
         const A value = x[k * kLanes + l] * scale;
-        most.v[l] = value > most.v[l] ? value : most.v[l];
+        const A so_far = most.v[l];
+        most.v[l] = larger(value, so_far);
       }
     }
     return finished_max<kTile>(most);
