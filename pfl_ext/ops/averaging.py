@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ._arguments import FLOATS, accumulate_type, describe, one_of, without_gradients
 from ._declare import declare
-from ._tensor_lists import FLOATS, accumulate_type, describe, without_gradients
 
 __all__ = ["StreamingAverage", "server_update", "weighted_average"]
 
@@ -192,11 +192,6 @@ _nonfinite = declare(
 
 
 # ---- what users call -----------------------------------------------------------------------------------------------
-
-
-def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, accepted))}")
 
 
 @dataclass
@@ -410,8 +405,8 @@ def _combine(
     nonfinite: Nonfinite,
 ) -> Any:
     """Both public functions: everything is checked first, then written."""
-    _one_of("integers", integers, ("round", "server", "first"))
-    _one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
+    one_of("integers", integers, ("round", "server", "first"))
+    one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
     models, restore = _gather(clients)
     vector = _weigh(weights, len(models), normalize)
     first = models[0]
@@ -558,8 +553,8 @@ class StreamingAverage:
         self, *, normalize: bool = True, integers: Integers = "round", nonfinite: Nonfinite = "propagate"
     ) -> None:
         """Options as in :func:`weighted_average`."""
-        _one_of("integers", integers, ("round", "server", "first"))
-        _one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
+        one_of("integers", integers, ("round", "server", "first"))
+        one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
         self.normalize = normalize
         self.integers = integers
         self.nonfinite = nonfinite

@@ -38,8 +38,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ._arguments import FLOATS, accumulate_type, describe, one_of
 from ._declare import declare
-from .averaging import _FLOATS, _accumulate_type, _describe, _one_of, _weigh, _weighted_average
+from .averaging import _weigh, _weighted_average
 
 __all__ = ["distillation_loss", "ensemble_distillation_loss", "ensemble_logits"]
 
@@ -75,9 +76,9 @@ def _check(
     need_grad: bool,
 ) -> int:
     """What the native kernels check too, but the values of the target. Returns the number of teachers."""
-    if student.dim() != 2 or student.dtype not in _FLOATS or student.shape[1] == 0:
+    if student.dim() != 2 or student.dtype not in FLOATS or student.shape[1] == 0:
         raise ValueError(
-            f"student is {_describe(student)}; logits [batch, classes] in float32, float64, float16 or bfloat16 are "
+            f"student is {describe(student)}; logits [batch, classes] in float32, float64, float16 or bfloat16 are "
             "accepted"
         )
     if not teachers:
@@ -97,29 +98,29 @@ def _check(
             stacked and x.shape[0] == 0
         ):
             raise ValueError(
-                f"teacher {m} is {_describe(x)}, the student is {_describe(student)}; the same shape (or one stacked "
+                f"teacher {m} is {describe(x)}, the student is {describe(student)}; the same shape (or one stacked "
                 "tensor [teachers, batch, classes] of at least one teacher), type and device are accepted"
             )
     count = teachers[0].shape[0] if stacked else len(teachers)
     if weights is not None and (weights.device.type, weights.dtype, weights.shape) != ("cpu", torch.float64, (count,)):
         raise ValueError(
-            f"weights are {_describe(weights)} for {count} teachers; float64 [{count}] on the CPU is accepted"
+            f"weights are {describe(weights)} for {count} teachers; float64 [{count}] on the CPU is accepted"
         )
-    accumulate = _accumulate_type(student.dtype)
+    accumulate = accumulate_type(student.dtype)
     if target is None and hard_scale != 0:
         raise ValueError(f"the hard term has the scale {hard_scale} and no target")
     if target is not None:
         shape, dtype = (student.shape, accumulate) if multilabel else (student.shape[:1], torch.int64)
         if (target.shape, target.dtype, target.device) != (shape, dtype, student.device):
             raise ValueError(
-                f"target is {_describe(target)}, the student is {_describe(student)}; "
+                f"target is {describe(target)}, the student is {describe(student)}; "
                 f"{str(dtype).removeprefix('torch.')} {list(shape)} on the same device is accepted"
             )
     if sample_weights is not None:
         expected = (student.shape[:1], accumulate, student.device)
         if (sample_weights.shape, sample_weights.dtype, sample_weights.device) != expected:
             raise ValueError(
-                f"sample_weights are {_describe(sample_weights)}; {str(accumulate).removeprefix('torch.')} "
+                f"sample_weights are {describe(sample_weights)}; {str(accumulate).removeprefix('torch.')} "
                 f"[{student.shape[0]}] on {student.device} is accepted"
             )
     return count
@@ -168,7 +169,7 @@ def _distillation_reference(
         *(student, teachers, weights, target, sample_weights, temperature, soft_scale, hard_scale, label_smoothing),
         *(ignore_index, average, cross_entropy, multilabel, reduction, need_grad),
     )
-    accumulate = _accumulate_type(student.dtype)
+    accumulate = accumulate_type(student.dtype)
     batch, classes = student.shape
     a = student.to(accumulate)
     shares = [1.0 / count] * count if weights is None else weights.tolist()
@@ -273,7 +274,7 @@ def _distillation_fake(
         *(student, teachers, weights, target, sample_weights, temperature, soft_scale, hard_scale, label_smoothing),
         *(ignore_index, average, cross_entropy, multilabel, reduction, need_grad),
     )
-    accumulate = _accumulate_type(student.dtype)
+    accumulate = accumulate_type(student.dtype)
     return (
         student.new_empty(student.shape[:1] if reduction == _NONE else (), dtype=accumulate),
         student.new_empty(student.shape if need_grad else (0,)),
@@ -393,7 +394,7 @@ def _teacher_list(teachers: Teachers) -> tuple[list[Tensor], int]:
     if isinstance(teachers, Tensor):
         if teachers.dim() != 3:
             raise ValueError(
-                f"teachers is {_describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted"
+                f"teachers is {describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted"
             )
         return [teachers.detach()], teachers.shape[0]
     listed = list(teachers)
@@ -426,11 +427,11 @@ def _weigh_teachers(teachers: Teachers, weights: Sequence[float] | Tensor | None
 
 def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tensor | None) -> Tensor | None:
     """One weight a row in the accumulate type; 0 leaves a row out."""
-    accumulate = _accumulate_type(student.dtype)
+    accumulate = accumulate_type(student.dtype)
     if ignore is not None:
         if ignore.dtype != torch.bool or ignore.shape != student.shape[:1] or ignore.device != student.device:
             raise ValueError(
-                f"ignore is {_describe(ignore)}; bool [{student.shape[0]}] on {student.device} is accepted, "
+                f"ignore is {describe(ignore)}; bool [{student.shape[0]}] on {student.device} is accepted, "
                 "True for a sample to leave out"
             )
         if sample_weights is None:
@@ -439,7 +440,7 @@ def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tenso
         return None
     if sample_weights.shape != student.shape[:1] or sample_weights.device != student.device:
         raise ValueError(
-            f"sample_weights are {_describe(sample_weights)}; one weight for each of the {student.shape[0]} samples on "
+            f"sample_weights are {describe(sample_weights)}; one weight for each of the {student.shape[0]} samples on "
             f"{student.device} is accepted"
         )
     sample_weights = sample_weights.detach().to(accumulate)
@@ -497,9 +498,9 @@ def ensemble_distillation_loss(
         ValueError: if shapes, types, devices or numbers do not fit; nothing is computed then.
     """
     _as_tensor("student", student)
-    _one_of("average", average, _AVERAGES)
-    _one_of("reduction", reduction, _REDUCTIONS)
-    _one_of("soft", soft, ("kl", "ce"))
+    one_of("average", average, _AVERAGES)
+    one_of("reduction", reduction, _REDUCTIONS)
+    one_of("soft", soft, ("kl", "ce"))
     listed, shares = _weigh_teachers(teachers, weights)
     if sample_weights is not None or ignore is not None:
         sample_weights = _weigh_samples(student, sample_weights, ignore)
@@ -560,15 +561,15 @@ def distillation_loss(
     _as_tensor("student", student)
     _as_tensor("teacher", teacher)
     _as_tensor("target", target)
-    _one_of("soft", soft, ("kl", "ce"))
-    _one_of("reduction", reduction, _REDUCTIONS)
+    one_of("soft", soft, ("kl", "ce"))
+    one_of("reduction", reduction, _REDUCTIONS)
     lam, temperature = float(lam), float(temperature)
     if not 0 <= lam <= 1:
         raise ValueError(f"lam is {lam}; 0 to 1 is accepted")
     if multilabel:
-        target = target.detach().to(_accumulate_type(student.dtype))
+        target = target.detach().to(accumulate_type(student.dtype))
     elif target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        raise ValueError(f"target is {_describe(target)}; integers are accepted, or multilabel=True for probabilities")
+        raise ValueError(f"target is {describe(target)}; integers are accepted, or multilabel=True for probabilities")
     elif target.dtype != torch.int64:
         target = target.long()
     if sample_weights is not None or ignore is not None:
@@ -592,9 +593,9 @@ def ensemble_logits(teachers: Teachers, weights: Sequence[float] | Tensor | None
     each = [x.detach() for x in (listed[0].unbind(0) if listed[0].dim() == 3 else listed)]
     first = each[0]
     for m, x in enumerate(each):
-        if x.dtype not in _FLOATS or (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
+        if x.dtype not in FLOATS or (x.shape, x.dtype, x.device) != (first.shape, first.dtype, first.device):
             raise ValueError(
-                f"teacher {m} is {_describe(x)}, teacher 0 is {_describe(first)}; "
+                f"teacher {m} is {describe(x)}, teacher 0 is {describe(first)}; "
                 "logits of one floating type, shape and device are accepted"
             )
     if shares is None:

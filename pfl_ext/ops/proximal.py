@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import accumulate_type, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
-from ._tensor_lists import accumulate_type, check_lists, check_memory, describe, without_gradients
 
 __all__ = ["proximal_sgd_step_", "squared_distance"]
 

@@ -20,8 +20,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ._arguments import accumulate_type, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
-from ._tensor_lists import accumulate_type, check_lists, check_memory, describe, without_gradients
 
 __all__ = ["layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
 

@@ -26,7 +26,7 @@ the range of float16 easily. Gradients have the type of the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -34,6 +34,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ._arguments import FLOATS, accumulate_type, describe, one_of
 from ._declare import declare
 
 __all__ = ["SpectralTeacher", "spectral_divergence", "spectrum"]
@@ -43,14 +44,9 @@ Scope: TypeAlias = Literal["model", "tensor"]
 Length: TypeAlias = Literal["exact", "fast"]
 Weights: TypeAlias = Tensor | Iterable[Tensor]
 
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _FORMS = ("normalized", "paper", "generalized")
 _SCOPES = ("model", "tensor")
 _LENGTHS = ("exact", "fast")
-
-
-def _accumulate_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _complex_type(dtype: torch.dtype) -> torch.dtype:
@@ -59,10 +55,6 @@ def _complex_type(dtype: torch.dtype) -> torch.dtype:
 
 def _real_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.complex128 else torch.float32
-
-
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
 
 
 # ---- lengths -------------------------------------------------------------------------------------------------------
@@ -440,7 +432,7 @@ def _is_long(x: Tensor, length: int) -> bool:
 
 def _dft(x: Tensor, length: int) -> Tensor:
     """The half spectrum of the rows of ``x`` [C, d], followed by zeros up to ``length``."""
-    x = x.to(_accumulate_type(x.dtype)).contiguous()
+    x = x.to(accumulate_type(x.dtype)).contiguous()
     if length != x.shape[1]:
         x = torch.nn.functional.pad(x, (0, length - x.shape[1]))
     if _use_chirps(x, length):
@@ -460,9 +452,9 @@ def _idft(half_spectrum: Tensor, length: int, size: int) -> Tensor:
 
 
 def _real_dft_reference(x: Tensor, length: int) -> Tensor:
-    if x.dim() != 2 or x.dtype not in _FLOATS or not 0 < x.shape[1] <= length:
+    if x.dim() != 2 or x.dtype not in FLOATS or not 0 < x.shape[1] <= length:
         raise ValueError(
-            f"x is {_describe(x)} for a transform of length {length}; a matrix of floating type is accepted"
+            f"x is {describe(x)} for a transform of length {length}; a matrix of floating type is accepted"
         )
     return _dft(x, length)
 
@@ -530,10 +522,10 @@ def _magnitude(half_spectrum: Tensor) -> Tensor:
 
 def _check_spectrum(half_spectrum: Tensor, length: int, count: int) -> None:
     if half_spectrum.dtype not in (torch.complex64, torch.complex128) or half_spectrum.dim() != 2:
-        raise ValueError(f"the half spectrum is {_describe(half_spectrum)}; a complex matrix is accepted")
+        raise ValueError(f"the half spectrum is {describe(half_spectrum)}; a complex matrix is accepted")
     if length < 1 or half_spectrum.shape[1] != length // 2 + 1 or not half_spectrum.is_contiguous():
         raise ValueError(
-            f"the half spectrum is {_describe(half_spectrum)}; contiguous rows of {length // 2 + 1} bins are expected "
+            f"the half spectrum is {describe(half_spectrum)}; contiguous rows of {length // 2 + 1} bins are expected "
             f"for length {length}"
         )
     if not 1 <= count <= length:
@@ -545,11 +537,11 @@ def _check_teacher(half_spectrum: Tensor, log_q: Tensor, total: Tensor, length: 
     fits = log_q.dim() == 2 and log_q.shape[1] == _bins(length, count) and log_q.shape[0] in (1, rows)
     if not fits or log_q.dtype != real or log_q.device != half_spectrum.device or not log_q.is_contiguous():
         raise ValueError(
-            f"log_q is {_describe(log_q)} for the half spectrum {_describe(half_spectrum)}; contiguous "
+            f"log_q is {describe(log_q)} for the half spectrum {describe(half_spectrum)}; contiguous "
             f"{str(real).removeprefix('torch.')} [1 or {rows}, {_bins(length, count)}] on the same device is expected"
         )
     if total.dtype != torch.float64 or total.shape != log_q.shape[:1] or total.device != log_q.device:
-        raise ValueError(f"total is {_describe(total)}; float64 [{log_q.shape[0]}] on {log_q.device} is expected")
+        raise ValueError(f"total is {describe(total)}; float64 [{log_q.shape[0]}] on {log_q.device} is expected")
 
 
 def _teacher_reference(half_spectrum: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
@@ -644,7 +636,7 @@ def _divergence_reference(
 def _divergence_fake(
     p: Tensor, log_q: Tensor, total: Tensor, length: int, count: int, form: int, need_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    loss = p.new_empty((p.shape[0],), dtype=_accumulate_type(p.dtype))
+    loss = p.new_empty((p.shape[0],), dtype=accumulate_type(p.dtype))
     return loss, p.new_empty(p.shape if need_grad else (0,))
 
 
@@ -694,11 +686,6 @@ _scale_gradient = declare(
 # ---- what users call -----------------------------------------------------------------------------------------------
 
 
-def _one_of(name: str, value: str, accepted: Sequence[str]) -> None:
-    if value not in accepted:
-        raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, accepted))}")
-
-
 def _check_tau(tau: float) -> None:
     if not 0 < tau <= 1:
         raise ValueError(f"tau={tau} is not accepted; the part of the spectrum that is compared is in (0, 1]")
@@ -713,7 +700,7 @@ def _tensors(x: Any, what: str) -> list[Tensor]:
     if isinstance(x, Tensor):
         if x.dim() not in (1, 2):
             raise ValueError(
-                f"{what} is {_describe(x)}; a vector of weights, a matrix with a row for each client "
+                f"{what} is {describe(x)}; a vector of weights, a matrix with a row for each client "
                 "or a list of parameters is accepted"
             )
         tensors = [x]
@@ -726,12 +713,12 @@ def _tensors(x: Any, what: str) -> list[Tensor]:
     for t, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{what}: entry {t} is a {type(tensor).__name__}, not a tensor")
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(f"{what}: tensor {t} is {_describe(tensor)}; floating types are accepted")
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{what}: tensor {t} is {describe(tensor)}; floating types are accepted")
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
-            raise ValueError(f"{what}: tensor {t} is {_describe(tensor)}, tensor 0 is {_describe(tensors[0])}")
+            raise ValueError(f"{what}: tensor {t} is {describe(tensor)}, tensor 0 is {describe(tensors[0])}")
     if sum(tensor.numel() for tensor in tensors) == 0:
-        raise ValueError(f"{what} holds no weights: {', '.join(map(_describe, tensors[:3]))}")
+        raise ValueError(f"{what} holds no weights: {', '.join(map(describe, tensors[:3]))}")
     return tensors
 
 
@@ -768,7 +755,7 @@ def spectrum(x: Weights, *, full: bool = False, length: Length = "exact") -> Ten
     Raises:
         ValueError: for shapes and types that are not accepted. TypeError: for what is no tensor.
     """
-    _one_of("length", length, _LENGTHS)
+    one_of("length", length, _LENGTHS)
     (matrix,), batched = _matrices(x, "x", "model")
     points = _transform_length(matrix.shape[1], length)
     magnitudes = _real_dft(matrix, points).abs()
@@ -791,8 +778,8 @@ class SpectralTeacher:
     def __init__(self, q: Weights, *, tau: float = 1.0, scope: Scope = "model", length: Length = "exact") -> None:
         """Transform ``q`` and keep what the kernel needs."""
         _check_tau(tau)
-        _one_of("scope", scope, _SCOPES)
-        _one_of("length", length, _LENGTHS)
+        one_of("scope", scope, _SCOPES)
+        one_of("length", length, _LENGTHS)
         self.tau, self.scope, self.length = tau, scope, length
         with torch.no_grad():
             matrices, self.batched = _matrices(q, "q", scope)
@@ -849,7 +836,7 @@ def spectral_divergence(
     Raises:
         ValueError: for shapes, types, devices or options that are not accepted. TypeError: for what is no tensor.
     """
-    _one_of("form", form, _FORMS)
+    one_of("form", form, _FORMS)
     if isinstance(q, SpectralTeacher):
         teacher = q
         for name, given in (("tau", tau), ("scope", scope), ("length", length)):
@@ -863,7 +850,7 @@ def spectral_divergence(
     if sizes != teacher._sizes:
         raise ValueError(f"p has weights of sizes {sizes}, q of {teacher._sizes}")
     if (first.dtype, first.device) != (teacher._dtype, teacher._device):
-        raise ValueError(f"p is {_describe(first)}, q is {teacher._dtype} on {teacher._device}")
+        raise ValueError(f"p is {describe(first)}, q is {teacher._dtype} on {teacher._device}")
     if teacher.clients not in (1, first.shape[0]):
         raise ValueError(f"p has {first.shape[0]} clients, q has {teacher.clients}; 1 or {first.shape[0]} are accepted")
     need_grad = (

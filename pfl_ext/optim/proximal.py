@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pfl_ext.ops._tensor_lists import describe
+from pfl_ext.ops._arguments import describe
 from pfl_ext.ops.proximal import proximal_sgd_step_
 
 __all__ = ["ProximalSGD"]

@@ -1,4 +1,4 @@
-"""What the ops that update one list of tensors by others have in common: checks, and messages that name a tensor."""
+"""What the ops have in common about their arguments: types, checks, and the words of errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["accumulate_type", "check_lists", "check_memory", "describe", "without_gradients"]
+__all__ = ["FLOATS", "accumulate_type", "check_lists", "check_memory", "describe", "one_of", "without_gradients"]
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -31,6 +31,12 @@ def describe(x: object) -> str:
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+
+def one_of(name: str, value: str, accepted: Sequence[str]) -> None:
+    """Raise an error that lists what is accepted, unless ``value`` is of it."""
+    if value not in accepted:
+        raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, accepted))}")
 
 
 def check_lists(**lists: Sequence[Tensor]) -> None:
