@@ -72,11 +72,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     if (value.maximum != 0.0) {
       for_each_in_chunk<T>(chunk, [&](auto width, int64_t i) {
         constexpr int N = decltype(width)::value;
-        const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(x + i);
         // A call of pow() is long: unrolled, it would spill.
 #pragma unroll 1
         for (int k = 0; k < N; ++k) {
-          const double element = static_cast<double>(to_accumulate(pack.values[k]));
+          const double element = static_cast<double>(to_accumulate(x[i + k]));
           value.sum += pow((element < 0.0 ? -element : element) / value.maximum, q);
         }
       });

@@ -52,15 +52,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     Pack<T, N> w = *weight;
     *reinterpret_cast<Pack<T, N>*>(chunk.pointer<T>(kBackup) + i) = w;
     if (scale == A(0)) return;
-    const Pack<T, N> g = *reinterpret_cast<const Pack<T, N>*>(chunk.pointer<const T>(kGrad) + i);
     if constexpr (kForm == PerturbForm::kPower) {
+      T* values = chunk.pointer<T>(kWeight) + i;
+      const T* g = chunk.pointer<const T>(kGrad) + i;
 #pragma unroll 1  // a call of pow() is long: unrolled, it would spill
       for (int k = 0; k < N; ++k) {
-        const A moved =
-            perturbed<kForm>(to_accumulate(w.values[k]), to_accumulate(g.values[k]), scale, maximum, exponent);
-        from_accumulate(moved, chunk.pointer<T>(kWeight) + i + k);
+        const A moved = perturbed<kForm>(to_accumulate(values[k]), to_accumulate(g[k]), scale, maximum, exponent);
+        from_accumulate(moved, values + k);
       }
     } else {
+      const Pack<T, N> g = *reinterpret_cast<const Pack<T, N>*>(chunk.pointer<const T>(kGrad) + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const A moved =
