@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,15 +169,15 @@ def test_info_shows_versions_build_instruction_set_and_who_serves_each_op(packag
         "C++ compiler",
         "-ffp-contract=off",
         f"instruction set  {_native.available_isas()[-1]} (the best of this machine)",
-        "cpu   weighted_average   native (_C)",
     ):
         assert words in done.stdout
+    assert re.search(r"cpu +weighted_average +native \(_C\)", done.stdout)
 
 
 def test_info_says_why_an_op_is_not_served_natively(package):
     done = info(package, "info", PFL_EXT_NATIVE="0")
-    assert "cpu   weighted_average   plain torch: PFL_EXT_NATIVE=0" in done.stdout
-    assert "cuda  weighted_average   plain torch: PFL_EXT_NATIVE=0" in done.stdout
+    for device in ("cpu", "cuda"):
+        assert re.search(rf"{device} +weighted_average +plain torch: PFL_EXT_NATIVE=0", done.stdout)
 
 
 def test_an_unknown_command_is_refused_with_the_known_ones(package):
