@@ -87,8 +87,8 @@ lint: $(VENV)/tools ## ruff, mypy, clang-format
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
 
-# One library, built once, under the oldest torch we can test and under the newest there is. CI sets NEWEST=$(VENV), the
-# pinned torch, to save the download.
+# One library, built once, under the oldest torch we can test and under the newest there is. CI leaves NEWEST= empty:
+# `make test` runs the same tests under the pinned torch, and the newest is a large download.
 OLDEST := .venv-oldest
 NEWEST ?= .venv-newest
 
@@ -102,7 +102,7 @@ $(OLDEST)/tools: constraints.txt Makefile
 	.venv-newest/bin/python -m pip --disable-pip-version-check -q install $(PIP_FLAGS) -c constraints.txt -U torch $(TEST_TOOLS)
 	@touch $@
 
-abi: build $(OLDEST)/tools $(NEWEST)/tools ## the built library unchanged under torch 2.13 and under the newest
+abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library unchanged under torch 2.13 and under the newest
 	@for env in $(OLDEST) $(NEWEST); do \
 	  $$env/bin/python -m pip --disable-pip-version-check -q install --force-reinstall --no-deps $(WHEELS)/*.whl || exit 1; \
 	  $$env/bin/python -c "import hashlib, pathlib, torch, pfl_ext; from pfl_ext import _native; \
@@ -119,11 +119,14 @@ cuda-check: build ## no register spills, no stack frames, every op registered by
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
-bench: build ## all benchmarks at full size, into benchmarks/results
-	$(BIN)/pfl-ext bench averaging --output benchmarks/results
+FAMILIES := averaging spectral sharpness distillation proximal
 
-readme: build ## the README's tables and plots from benchmarks/results
-	$(BIN)/pfl-ext bench averaging --output benchmarks/results --readme README.md
+bench: build ## all benchmarks at full size, into benchmarks/results
+	for family in $(FAMILIES); do $(BIN)/pfl-ext bench $$family --output benchmarks/results || exit 1; done
+
+readme: build ## the README's tables from benchmarks/results
+	for family in $(FAMILIES); do test ! -f benchmarks/results/$$family.csv || \
+	  $(BIN)/pfl-ext bench $$family --output benchmarks/results --readme README.md || exit 1; done
 
 clean: ## remove what was built; environments stay
 	rm -rf build dist *.egg-info pfl_ext/*.so pfl_ext/_build.json $(VENV)/installed
