@@ -135,7 +135,8 @@ def _scores(spec: Spec, model: _Model) -> Case:
         Contestant("_foreach", "skilled", lambda: opponents.foreach_scores(a, b), model.dtype),
     ]
     # Differences, squares, sums in blocks, root, quotients.
-    expected = Expected(values, values, roundings=200)
+    # torch adds a norm's squares in some vectors of partial sums: of the largest tensor, 2.4 million, a hundredth each.
+    expected = Expected(values, values, roundings=24_000)
     return Case(spec, contestants, expected, data_bytes=2 * model.bytes, limit_bytes=2 * model.bytes)
 
 

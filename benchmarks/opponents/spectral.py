@@ -28,6 +28,7 @@ def rfft_teacher(teacher: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return (q / (counts * q).sum()).log(), counts
 
 
+@torch.enable_grad()
 def autograd_fft(student: Sequence[Tensor], log_q: Tensor) -> list[Tensor]:
     """``torch.fft.fft`` of the concatenation and the formula, differentiated by autograd."""
     p = torch.fft.fft(torch.cat([x.reshape(-1) for x in student])).abs()
@@ -36,6 +37,7 @@ def autograd_fft(student: Sequence[Tensor], log_q: Tensor) -> list[Tensor]:
     return [loss, *torch.autograd.grad(loss, student)]
 
 
+@torch.enable_grad()
 def autograd_rfft(student: Sequence[Tensor], log_q: Tensor, counts: Tensor) -> list[Tensor]:
     """The same with ``torch.fft.rfft``, by who knows that half of the spectrum mirrors the other."""
     p = torch.fft.rfft(torch.cat([x.reshape(-1) for x in student])).abs()
