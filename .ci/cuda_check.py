@@ -44,9 +44,9 @@ def main(log: str) -> int:
     if not library.loaded:
         print(f"the library does not load: {library.reason}")
         return 1
-    missing = [name for name, op in OPS.items() if op.has_kernel("CPU") and not op.has_kernel("CUDA")]
+    missing = [name for name, op in OPS.items() if not op.has_kernel("CUDA") and "cuda" not in op.plain_on]
     if missing:
-        print(f"ops with a CPU kernel and no CUDA kernel: {missing}")
+        print(f"ops without a CUDA kernel, and no word why: {missing}")
         return 1
     print(f"_C_cuda loads without a GPU and registers {sum(op.has_kernel('CUDA') for op in OPS.values())} ops")
     return 0

@@ -75,5 +75,7 @@ def report() -> str:
         native, default = _served_by(device)
         for name, op in OPS.items():
             served = native if op.has_kernel(device.upper()) else default
+            if device in op.plain_on:
+                served = f"plain torch: {op.plain_on[device]}"
             lines.append(f"  {device:<4}  {name:<{width}}  {served}")
     return "\n".join(lines)

@@ -6,8 +6,8 @@ kernels for its dispatch key, and those win; the autograd formula is the same fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Op:
     schema: str
     reference: Callable[..., Any]
     overload: torch._ops.OpOverload
+    plain_on: Mapping[str, str] = field(default_factory=dict)
+    """Devices for which there is no native kernel by design, with the reason."""
 
     def __call__(self, *args: Any) -> Any:
         """Run the kernel that the dispatcher chooses."""
@@ -45,11 +47,13 @@ def declare(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
+    plain_on: Mapping[str, str] | None = None,
 ) -> Op:
     """Declare ``pfl_ext::<schema>`` and return it.
 
     ``reference`` computes the op in plain torch and is its default kernel; ``fake`` gives shapes and types to
     ``torch.compile``; ``backward`` and ``setup_context`` are as in :func:`torch.library.register_autograd`.
+    ``plain_on`` says for which devices (``"cpu"``, ``"cuda"``) the reference is all there is meant to be, and why.
     """
     name = schema.split("(", 1)[0]
     qualified = f"pfl_ext::{name}"
@@ -58,5 +62,5 @@ def declare(
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
-    OPS[name] = Op(name, schema, reference, getattr(torch.ops.pfl_ext, name).default)
+    OPS[name] = Op(name, schema, reference, getattr(torch.ops.pfl_ext, name).default, plain_on or {})
     return OPS[name]

@@ -57,6 +57,10 @@ def _real_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.complex128 else torch.float32
 
 
+_CPU_ONLY = {"cuda": "only the CPU needs it; cuFFT takes every length and thread count by itself"}
+_COMPOSED = dict.fromkeys(("cpu", "cuda"), "made of torch's FFTs and the other spectral ops")
+
+
 # ---- lengths -------------------------------------------------------------------------------------------------------
 
 
@@ -115,11 +119,13 @@ _fft_rows = declare(
     "fft_rows(Tensor x, Tensor twiddle, bool inverse) -> Tensor",
     reference=_fft_rows_reference,
     fake=lambda x, twiddle, inverse: torch.empty_like(x),
+    plain_on=_CPU_ONLY,
 )
 _rfft_rows = declare(
     "rfft_rows(Tensor x) -> Tensor",
     reference=lambda x: torch.fft.rfft(x),
     fake=lambda x: x.new_empty((x.shape[0], x.shape[1] // 2 + 1), dtype=_complex_type(x.dtype)),
+    plain_on=_CPU_ONLY,
 )
 _irfft_rows = declare(
     "irfft_rows(Tensor half_spectrum, int length) -> Tensor",
@@ -127,6 +133,7 @@ _irfft_rows = declare(
     fake=lambda half_spectrum, length: half_spectrum.new_empty(
         (half_spectrum.shape[0], length), dtype=_real_type(half_spectrum.dtype)
     ),
+    plain_on=_CPU_ONLY,
 )
 
 # Complex numbers from which two steps are faster than one: 3 times at 32,768, 6 times at 31,003 = 7 * 43 * 103, on one
@@ -224,6 +231,7 @@ _chirp_load = declare(
     "chirp_load(Tensor rows, int row, Tensor chirp, Tensor shift, int padded, bool conjugate) -> Tensor",
     reference=_chirp_load_reference,
     fake=_chirp_load_fake,
+    plain_on=_CPU_ONLY,
 )
 
 
@@ -243,6 +251,7 @@ _chirp_store = declare(
     "chirp_store_(Tensor(a!) out, int row, Tensor convolved, Tensor chirp, Tensor shift, bool conjugate) -> ()",
     reference=_chirp_store_reference,
     fake=_chirp_store_fake,
+    plain_on=_CPU_ONLY,
 )
 
 
@@ -255,6 +264,7 @@ _chirp_multiply = declare(
     "chirp_multiply_(Tensor(a!) x, Tensor kernel) -> ()",
     reference=_chirp_multiply_reference,
     fake=lambda x, kernel: None,
+    plain_on=_CPU_ONLY,
 )
 
 
@@ -291,7 +301,10 @@ def _join_rows_fake(rows: Tensor, twiddle: Tensor) -> Tensor:
 
 # rows: complex [n, R], the DFTs of R pairs of real rows, 2i and 2i + 1 as real and imaginary part; stored row by row.
 _join_rows = declare(
-    "join_rows(Tensor rows, Tensor twiddle) -> Tensor", reference=_join_rows_reference, fake=_join_rows_fake
+    "join_rows(Tensor rows, Tensor twiddle) -> Tensor",
+    reference=_join_rows_reference,
+    fake=_join_rows_fake,
+    plain_on=_CPU_ONLY,
 )
 
 
@@ -318,6 +331,7 @@ _split_rows = declare(
     "split_rows(Tensor half_spectrum, Tensor twiddle, int n) -> Tensor",
     reference=_split_rows_reference,
     fake=_split_rows_fake,
+    plain_on=_CPU_ONLY,
 )
 
 
@@ -490,11 +504,13 @@ _real_dft = declare(
     fake=_real_dft_fake,
     setup_context=_real_dft_setup,
     backward=_real_dft_backward,
+    plain_on=_COMPOSED,
 )
 _real_idft = declare(
     "real_idft(Tensor half_spectrum, int length, int size) -> Tensor",
     reference=_real_idft_reference,
     fake=_real_idft_fake,
+    plain_on=_COMPOSED,
 )
 
 
@@ -659,6 +675,7 @@ _divergence = declare(
     fake=_divergence_fake,
     setup_context=_divergence_setup,
     backward=_divergence_backward,
+    plain_on=_COMPOSED,
 )
 
 
@@ -680,6 +697,7 @@ _scale_gradient = declare(
     fake=lambda grad, scale: torch.empty_like(grad),
     setup_context=_scale_gradient_setup,
     backward=_scale_gradient_backward,
+    plain_on=_COMPOSED,
 )
 
 
