@@ -105,7 +105,7 @@ $(OLDEST)/tools: constraints.txt Makefile
 abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library unchanged under torch 2.13 and under the newest
 	@for env in $(OLDEST) $(NEWEST); do \
 	  $$env/bin/python -m pip --disable-pip-version-check -q install --force-reinstall --no-deps $(WHEELS)/*.whl || exit 1; \
-	  $$env/bin/python -c "import hashlib, pathlib, torch, pfl_ext; from pfl_ext import _native; \
+	  $$env/bin/python -I -c "import hashlib, pathlib, torch, pfl_ext; from pfl_ext import _native; \
 	library = pathlib.Path(pfl_ext.__file__).with_name('_C.abi3.so'); assert _native.status()['cpu'].loaded; \
 	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; \
 	  $$env/bin/pytest -q python_tests/ops || exit 1; done
