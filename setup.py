@@ -37,7 +37,7 @@ CSRC = ROOT / "csrc"
 DEFAULT_CUDA_ARCHS = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 # Kernel arguments of 32 KB, on which the list kernels rely, came with CUDA 12.1.
 OLDEST_CUDA = (12, 1)
-# Peak memory of one compiler on our largest file, measured with /usr/bin/time: nvcc 0.9 GB, g++ 0.4 GB; with room.
+# The largest process on our largest files takes 0.5 GiB under nvcc and 0.4 GiB under g++; with room for larger ones.
 GIB_PER_JOB = 1.5
 USUAL_CUDA = Path("/usr/local/cuda")
 # The oldest torch whose stable ABI the library uses: 2.10 (one byte each for major and minor).

@@ -10,7 +10,7 @@
 namespace pfl::cuda {
 
 constexpr int kThreads = 256;
-// Stated so that ptxas may use 80 registers a thread: left to itself it keeps to 40 on sm_75, and spills.
+// Stated so that ptxas may use 80 registers a thread: without it, and with 4, the averaging kernels spilled.
 constexpr int kBlocksPerMultiprocessor = 3;
 // Elements a block works on. A multiple of kThreads * 8, the widest vector, so that only the last chunk of a tensor
 // has a remainder.
@@ -105,7 +105,7 @@ struct alignas(N * sizeof(T) == kVectorBytes ? kVectorBytes : alignof(T)) Pack {
 template <typename T>
 constexpr int kVectorElements = kVectorBytes / sizeof(T);
 
-// Calls body(Constant<N>, i) over a chunk: N elements from i on, N a vector's width where alignment allows, else 1.
+// Calls body(Width<N>, i) over a chunk: N elements from i on, N a vector's width where alignment allows, else 1.
 template <int N>
 struct Width {
   static constexpr int value = N;
