@@ -1,14 +1,28 @@
-"""The command line: ``pfl-ext info`` and ``pfl-ext bench``; also as ``python -m pfl_ext``."""
+"""The command line, also as ``python -m pfl_ext``: ``run``, ``compare``, ``data``, ``bench``, ``info``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import __version__
 
 __all__ = ["main"]
+
+
+def _info(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="pfl-ext info",
+        description="Print versions, compilers, build flags, the instruction set in use, and for each op which "
+        "kernel serves it on CPU and CUDA, with the reason where that is not a native one.",
+        allow_abbrev=False,
+    )
+    parser.parse_args(arguments)
+    from ._info import report
+
+    print(report())
+    return 0
 
 
 def _bench(arguments: Sequence[str]) -> int:
@@ -20,29 +34,45 @@ def _bench(arguments: Sequence[str]) -> int:
     return harness.main(list(arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pfl-ext", description="Fused ops for personalised federated learning.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"pfl_ext {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser(
-        "info",
-        help="versions, build, and which kernel serves each op on CPU and CUDA (the default)",
-        description="Print versions, compilers, build flags, the instruction set in use, and for each op which "
-        "kernel serves it on CPU and CUDA, with the reason where that is not a native one.",
-    )
-    commands.add_parser("bench", help="race an op family against its opponents", add_help=False)
-    return parser
+def _run(arguments: Sequence[str]) -> int:
+    from .commands import run
+
+    return run(arguments)
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    from .commands import compare
+
+    return compare(arguments)
+
+
+def _data(arguments: Sequence[str]) -> int:
+    from .commands import data
+
+    return data(arguments)
+
+
+# Each has a parser of its own and imports what it needs when it is called.
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "run": (_run, "run a method on clients' data"),
+    "compare": (_compare, "run several methods on identical partitions and streams; one table, one picture"),
+    "data": (_data, "cut a data set into clients: table, picture, file"),
+    "bench": (_bench, "race an op family against its opponents"),
+    "info": (_info, "versions, build, and which kernel serves each op on CPU and CUDA (the default)"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == "bench":  # the harness has a parser of its own
-        return _bench(arguments[1:])
-    _parser().parse_args(arguments)
-    from ._info import report
-
-    print(report())
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["info"]
+    if arguments[0] in _COMMANDS:
+        return _COMMANDS[arguments[0]][0](arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="pfl-ext", description="Personalised federated learning: methods and fused ops.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"pfl_ext {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    parser.parse_args(arguments)
     return 0

@@ -1,0 +1,243 @@
+"""PersFL: each client's optimal teacher, distilled into its personal model (Divi, Farrukh and Celik, 2021)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from pfl_ext.data import Partition
+from pfl_ext.federation import Batch, Client, Method, Uploads, WorkingModel, local_sgd, option
+from pfl_ext.ops import distillation_loss, proximal_sgd_step_
+
+from .fedavg import average
+
+__all__ = ["PersFL"]
+
+
+@dataclass(frozen=True)
+class PersFL(Method):
+    r"""PersFL, Algorithm 1.
+
+    Stage 1 is FedAvg; of the global models that it receives, client k keeps the one with the lowest cross-entropy on
+    its validation data (equation 2):
+
+    .. math:: O_k = \arg\min_{G_e} \mathrm{CE}(G_e(x_k^{val}), y_k^{val})
+
+    Stage 2: from :math:`O_k`, for each :math:`(T, \lambda)` of a grid, E epochs of SGD on (equation 3)
+
+    .. math:: (1 - \lambda)\, \mathrm{CE}(y, \sigma(A))
+              + \lambda T^2\, \mathrm{KL}(\sigma(O_k / T) \,\|\, \sigma(A / T))
+
+    and :math:`A_k` is the one with the highest validation accuracy. PersFL-GD (equation 7) is ``soft="ce"``: it differs
+    by the teacher's entropy, which does not depend on A, so it trains the same model.
+
+    Readings. The grid follows from the arithmetic of Table 5. With :math:`\lambda = 0` there is no temperature: that
+    point is run once, as T = 1, as the table prints it. Among equal validation accuracies the first point wins, and
+    the points are in the order of :math:`\lambda`. The initial model is no :math:`G_e`. The teacher's logits are
+    computed once for all points and epochs, of the images without augmentation.
+
+    A client that never took part takes as teacher the better, on its validation data, of the last global model and of
+    the one with the lowest mean validation loss among those that were trained on, which the server keeps (section 6).
+    """
+
+    teacher: str = option(
+        "optimal", "O_k is the client's best global model, or the last one (Table 4)", choices=("optimal", "last")
+    )
+    soft: str = option("kl", "soft term: KL divergence, or cross-entropy (PersFL-GD)", choices=("kl", "ce"))
+    temperatures: tuple[float, ...] = option((1.0, 5.0, 9.0, 13.0, 17.0, 21.0, 25.0), "grid of T")
+    lambdas: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "grid of lambda")
+    distill_epochs: int = option(5, "passes over a client's data for each point of the grid")
+    distill_lr: float = option(0.0, "step size of stage 2; 0: lr")
+    grid: str = option(
+        "auto",
+        "train the grid's points all at once, one by one, or at once where the network has only linear layers",
+        choices=("auto", "batched", "one-by-one"),
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.check("temperatures", bool(self.temperatures) and all(t > 0 for t in self.temperatures), "above 0")
+        self.check("lambdas", bool(self.lambdas) and all(0 <= x <= 1 for x in self.lambdas), "from 0 to 1")
+        self.check("distill_epochs", self.distill_epochs >= 0, "not negative")
+        self.check("distill_lr", self.distill_lr >= 0, "not negative")
+
+    def check_data(self, partition: Partition) -> None:
+        """Teachers and grid points are chosen on validation data."""
+        without = [k for k, part in enumerate(partition.validation) if len(part) == 0]
+        if without:
+            raise ValueError(
+                f"PersFL chooses teachers on validation data, and {len(without)} of {partition.clients} clients have "
+                f"none (client {without[0]}, say): partition with validation=0.2, or with more samples a client"
+            )
+
+    def points(self) -> list[tuple[float, float]]:
+        """The grid as (T, lambda), in the order in which ties are decided."""
+        rest = [(t, x) for x in sorted(self.lambdas) if x > 0 for t in sorted(self.temperatures)]
+        return ([(1.0, 0.0)] if 0 in self.lambdas else []) + rest
+
+    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """The global model; and for new users the one with the lowest mean validation loss, and that loss."""
+        best_loss = torch.tensor([math.inf], dtype=torch.float64)
+        return {"model": model.state(), "best": model.state(), "best_loss": best_loss}
+
+    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """O_k with its validation loss and its round, and A_k."""
+        state = model.state()
+        return {
+            "teacher": state,
+            "teacher_loss": torch.tensor([math.inf], dtype=torch.float64),
+            "teacher_round": torch.zeros(1, dtype=torch.int64),
+            "personal": state,
+        }
+
+    def received_last(self) -> tuple[str, ...]:
+        """New users need the best global model too."""
+        return ("model", "best")
+
+    # ---- stage 1 -----------------------------------------------------------------------------------------------------
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Validate the received G_e, keep it if it is the best so far (lines 5 to 9), and train as FedAvg does."""
+        client.model.load(received["model"])
+        loss = client.loss(client.validation)
+        if client.round > 1:
+            self._keep_teacher(client, received["model"], loss, client.round - 1)
+        client.report["loss"] = local_sgd(client, self)
+        return {"model": client.model.state(), "validation_loss": torch.tensor([loss], dtype=torch.float64)}
+
+    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+        """Average; and keep the model that the clients found best."""
+        loss = torch.stack(uploads["validation_loss"]).mean(0)
+        if loss < server["best_loss"]:
+            server["best"], server["best_loss"] = server["model"], loss
+        server["model"] = average(uploads)
+
+    @staticmethod
+    def _keep_teacher(client: Client, state: Tensor, loss: float, round: int) -> None:
+        if loss < float(client["teacher_loss"]):
+            client["teacher"] = state
+            client["teacher_loss"] = torch.tensor([loss], dtype=torch.float64)
+            client["teacher_round"] = torch.tensor([round])
+
+    # ---- stage 2 -----------------------------------------------------------------------------------------------------
+
+    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+        """The last G_e is a candidate too; then the grid."""
+        if "teacher" not in client:
+            client.model.load(received["best"])
+            self._keep_teacher(client, received["best"], client.loss(client.validation), -1)
+        client.model.load(received["model"])
+        self._keep_teacher(client, received["model"], client.loss(client.validation), client.round)
+        if self.teacher == "last":
+            client["teacher"], client["teacher_round"] = received["model"], torch.tensor([client.round])
+        client.model.load(client["teacher"])
+        soft_labels, targets = client.logits(client.train)
+        # More than matrix products gains nothing: a batch of convolutions with a kernel each is slow on a CPU.
+        batched = self.grid == "batched" or (self.grid == "auto" and _only_linear(client.model.module))
+        batched = batched and targets.dim() == 1
+        students = self._grid_at_once(client, soft_labels) if batched else self._one_by_one(client, soft_labels)
+        best = -math.inf
+        for (temperature, lam), student in zip(self.points(), students, strict=True):
+            client.model.load(student)
+            logits, targets = client.logits(client.validation)
+            accuracy = _accuracy(logits, targets)
+            if accuracy > best:
+                best = accuracy
+                client["personal"] = student
+                client.report |= {"temperature": temperature, "lambda": lam, "distilled_validation_accuracy": accuracy}
+        client.report["teacher_round"] = float(client["teacher_round"])
+
+    def _one_by_one(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
+        students = []
+        for temperature, lam in self.points():
+
+            def loss(logits: Tensor, batch: Batch, lam: float = lam, temperature: float = temperature) -> Tensor:
+                return distillation_loss(
+                    logits,
+                    teacher_logits[batch.rows],
+                    batch.targets,
+                    lam,
+                    temperature,
+                    soft=self.soft,  # type: ignore[arg-type]
+                    multilabel=batch.targets.dim() == 2,
+                )
+
+            client.model.load(client["teacher"])
+            local_sgd(
+                client, self, loss=loss, epochs=self.distill_epochs, lr=self.distill_lr or None, batches="distillation"
+            )
+            students.append(client.model.state())
+        return students
+
+    def _grid_at_once(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
+        r"""The same with all points in one batch of models; the gradient in the logits is written out:
+
+        .. math:: \frac{1}{B} \big((1 - \lambda) (\sigma(a) - y) + \lambda T\, (\sigma(a / T) - \sigma(o / T))\big)
+        """
+        model, points = client.model, self.points()
+        client.model.load(client["teacher"])
+        names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+        stacked = {
+            name: p.detach().expand(len(points), *p.shape).clone().requires_grad_()
+            for name, p in zip(names, model.trained, strict=True)
+        }
+        students = list(stacked.values())
+        buffers = [torch.empty_like(p) for p in students] if self.momentum != 0 else []
+        temperature = teacher_logits.new_tensor([t for t, _ in points]).view(-1, 1, 1)
+        lam = teacher_logits.new_tensor([x for _, x in points]).view(-1, 1, 1)
+        forward = vmap(lambda some, x: functional_call(model.module, some, (x,)), in_dims=(0, None))
+        model.module.train()
+        first = True
+        for batch in client.batches(self.batch_size, epochs=self.distill_epochs, name="distillation"):
+            logits = forward(stacked, batch.inputs)
+            with torch.no_grad():
+                soft = torch.softmax(teacher_logits[batch.rows] / temperature, -1)
+                hard = nn.functional.one_hot(batch.targets, logits.shape[-1])
+                seed = (1 - lam) * (torch.softmax(logits, -1) - hard)
+                seed += lam * temperature * (torch.softmax(logits / temperature, -1) - soft)
+                seed /= len(batch.rows)
+            gradients = list(torch.autograd.grad(logits, students, seed))
+            lr = self.distill_lr or self.lr
+            proximal_sgd_step_(
+                students,
+                gradients,
+                [],
+                lr,
+                0.0,
+                self.momentum,
+                self.weight_decay,
+                momentum_buffers=buffers,
+                first=first,
+            )
+            first = False
+        found = []
+        for g in range(len(points)):
+            for p, student in zip(model.trained, students, strict=True):
+                p.data.copy_(student.detach()[g])
+            found.append(model.state())
+        return found
+
+    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The last global model, the client's teacher so far, and A_k once it is there."""
+        found = {"global": received["model"]}
+        if "teacher" in client:
+            found["teacher"] = client["teacher"]
+        return found | {"personal": client["personal"]} if "personal" in client else found
+
+
+def _only_linear(module: nn.Module) -> bool:
+    """Whether a batch of such networks is a batch of matrix products, and their forward needs no random numbers."""
+    leaves = [m for m in module.modules() if not any(True for _ in m.children())]
+    return all(isinstance(m, (nn.Linear, nn.ReLU, nn.Flatten, nn.Identity, nn.Tanh)) for m in leaves)
+
+
+def _accuracy(logits: Tensor, targets: Tensor) -> float:
+    if targets.dim() == 2:
+        return float(((logits > 0) == (targets > 0.5)).double().mean())
+    return float((logits.argmax(-1) == targets).double().mean())

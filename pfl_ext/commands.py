@@ -1,0 +1,398 @@
+"""``pfl-ext run``, ``compare`` and ``data``: from the command line to results in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .algorithms import METHODS
+from .data import PARTITIONERS, Dataset, Partition
+from .evaluation import Progress, ResultsFolder, plots, tables, versions
+from .evaluation.results import tensorboard
+from .experiment import Experiment, Option, method_options, nearest, partition_options, settings_options
+from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method
+from .nn import NETWORKS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["compare", "data", "run"]
+
+_FAILURES = (ValueError, OSError, Diverged, DamagedCheckpoint, ForeignCheckpoint, ImportError)
+
+
+class _Usage(Exception):
+    """The command line is wrong; the message says how."""
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def _add(group: Any, option: Option, section: str) -> None:
+    """A flag for an option. Defaults stay out of the parsed result, so that a configuration file can set them."""
+    flag = "--" + option.name.replace("_", "-")
+    destination = f"{section}.{option.name}"
+    default = option.default
+    if isinstance(default, tuple):
+        default = ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in default)
+    text = option.help.replace("%", "%%")
+    if isinstance(default, (str, int, float)):
+        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+    common: dict[str, Any] = {"dest": destination, "default": argparse.SUPPRESS, "help": text}
+    if option.type is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+    else:
+        metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else None
+        group.add_argument(flag, metavar=metavar or option.name.upper(), **common)
+
+
+_DATA_OPTIONS = {
+    "data.name": Option(
+        "data", str, "digits", "digits, mnist, fashion-mnist, cifar10, cifar100, folder:PATH or npz:PATH"
+    ),
+    "data.root": Option("data_root", Path, None, "the folder with the files of mnist, cifar10, ..."),
+    "data.download": Option("download", bool, False, "let torchvision download what is not there"),
+    "partition.name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
+    "partition.clients": Option("clients", int, 10, "number of clients"),
+    "partition.file": Option("partition_file", Path, None, "a saved partition in place of a drawn one"),
+    "network.name": Option("network", str, "auto", f"auto, {', '.join(NETWORKS)}"),
+}
+
+
+def _add_data(parser: argparse.ArgumentParser, partition: str) -> None:
+    group = parser.add_argument_group("data and network")
+    for destination, option in _DATA_OPTIONS.items():
+        section = destination.partition(".")[0]
+        flag = dataclasses.replace(option)
+        _add(group, flag, section)
+        group._group_actions[-1].dest = destination
+    group = parser.add_argument_group(
+        f"partition {partition}", (PARTITIONERS[partition].__doc__ or "").strip().splitlines()[0]
+    )
+    for option in partition_options(partition).values():
+        _add(group, option, "partition")
+
+
+def _parser(command: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"pfl-ext {command}",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _sections(parsed: argparse.Namespace, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tables of the configuration file, overridden by what the command line names."""
+    sections = {name: dict(table) for name, table in config.items() if isinstance(table, Mapping)}
+    for destination, value in vars(parsed).items():
+        section, dot, name = destination.partition(".")
+        if dot:
+            sections.setdefault(section, {})[name] = value
+    return sections
+
+
+def _configuration(arguments: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The configuration file the command line names, and the partitioner, which decides what options there are."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--partition")
+    known, _ = first.parse_known_args(arguments)
+    config: dict[str, Any] = {}
+    if known.config is not None:
+        try:
+            config = tomllib.loads(known.config.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise _Usage(f"{known.config} is not TOML: {error}") from None
+        except OSError as error:
+            raise _Usage(f"{known.config} cannot be read: {error.strerror}") from None
+    name = known.partition or config.get("partition", {}).get("name", "ds1")
+    if name not in PARTITIONERS:
+        raise _Usage(f"unknown partition {name!r}{nearest(name, PARTITIONERS)}; known are {', '.join(PARTITIONERS)}")
+    return config, name
+
+
+def _check_method(name: str) -> None:
+    if name not in METHODS:
+        raise _Usage(f"unknown method {name!r}{nearest(name, METHODS)}; known are {', '.join(METHODS)}")
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        name = unknown[0].partition("=")[0]
+        raise _Usage(f"unknown option {name}{nearest(name, flags)}; see {parser.prog} --help")
+
+
+@contextlib.contextmanager
+def _reported(command: str) -> Iterator[list[int]]:
+    """What users can cause ends in one line and a status, not in a traceback."""
+    status = [0]
+    try:
+        yield status
+    except _Usage as error:
+        print(f"pfl-ext {command}: {error}", file=sys.stderr)
+        status[0] = 2
+    except Interrupted as error:
+        print(f"pfl-ext {command}: {error}; --resume goes on from there", file=sys.stderr)
+        status[0] = 130
+    except KeyboardInterrupt:
+        print(f"pfl-ext {command}: aborted; --resume goes on from the last checkpoint", file=sys.stderr)
+        status[0] = 130
+    except _FAILURES as error:
+        print(f"pfl-ext {command}: {error}", file=sys.stderr)
+        status[0] = 1
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+_METHODS_HELP = "methods:\n" + "\n".join(
+    f"  {name:12} {(method.__doc__ or '').strip().splitlines()[0]}" for name, method in METHODS.items()
+)
+
+
+def _output(parser: argparse.ArgumentParser, default: str) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--config", type=Path, help="a TOML file with the tables data, partition, network, federation, method"
+    )
+    group.add_argument("--output", type=Path, help=f"folder for results and checkpoints (default: {default})")
+    group.add_argument("--resume", action="store_true", help="go on from the folder's last good checkpoint")
+    group.add_argument("--quiet", action="store_true", help="no progress display")
+    group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the folder too")
+    group.add_argument("--no-plots", action="store_true", help="draw nothing")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """``pfl-ext run METHOD``: one method, its results in a folder."""
+    with _reported("run") as status:
+        config, partition = _configuration(arguments)
+        method = next((a for a in arguments if not a.startswith("-")), None) if arguments else None
+        named = method if method in METHODS else config.get("method", {}).get("name")
+        parser = _parser("run", "Run a method. `pfl-ext run METHOD --help` lists the method's own options too.")
+        parser.epilog = _METHODS_HELP
+        parser.add_argument(
+            "method", nargs="?", metavar="METHOD", help="the method; may stand in the configuration file"
+        )
+        if named is not None:
+            _check_method(named)
+            group = parser.add_argument_group(f"method {named}")
+            for option in method_options(named).values():
+                _add(group, option, "method")
+        _add_data(parser, partition)
+        group = parser.add_argument_group("federation")
+        for option in settings_options().values():
+            _add(group, option, "federation")
+        _output(parser, "results/METHOD-DATA-PARTITION-seedN")
+        parsed, unknown = parser.parse_known_args(list(arguments))
+        if parsed.method is not None:
+            _check_method(parsed.method)
+        _refuse_unknown(parser, unknown)
+        sections = _sections(parsed, config)
+        if parsed.method is not None:
+            sections.setdefault("method", {})["name"] = parsed.method
+        experiment = Experiment.from_sections(sections)
+        folder = parsed.output or Path("results") / _name(experiment)
+        dataset, cut = experiment.make_data()
+        last = _one(experiment, dataset, cut, folder, parsed)
+        _print_last(experiment, last, folder)
+    return status[0]
+
+
+def _name(experiment: Experiment) -> str:
+    data = experiment.data.replace(":", "-").replace("/", "-")
+    return f"{experiment.method}-{data}-{experiment.partition}-seed{experiment.settings.seed}"
+
+
+def _one(
+    experiment: Experiment, dataset: Dataset, partition: Partition, folder: Path, parsed: argparse.Namespace
+) -> Mapping[str, Any]:
+    """One run of one method into one folder, with everything a results folder has."""
+    writer = tensorboard(folder) if parsed.tensorboard else None
+    with Progress(experiment.settings.rounds, label=experiment.method, quiet=parsed.quiet) as progress:
+
+        def notify(record: Mapping[str, Any]) -> None:
+            progress.update(record)
+            if writer is not None:
+                writer.add(record)
+
+        federation = experiment.make(dataset, partition, folder=folder, resume=parsed.resume, notify=notify)
+        results = federation.results
+        assert results is not None
+        results.write_json("config.json", experiment.sections())
+        results.write_json("versions.json", versions())
+        results.write_json("model.json", {"trained_parameters": federation.trained_parameters})
+        partition.save(folder / "partition.safetensors")
+        try:
+            last = federation.run()
+        finally:
+            results.write_csv()
+    if not parsed.no_plots:
+        _draw({experiment.method: results}, folder, dataset, partition)
+    return last
+
+
+def _draw(runs: Mapping[str, ResultsFolder], folder: Path, dataset: Dataset, partition: Partition) -> None:
+    try:
+        plots.accuracy_curves(runs, folder / "accuracy.png")
+        plots.client_distribution(runs, folder / "clients.png")
+        partition.draw(dataset, folder / "partition.png")
+    except ImportError as error:
+        print(f"no pictures: {error}", file=sys.stderr)
+
+
+def _print_last(experiment: Experiment, last: Mapping[str, Any], folder: Path) -> None:
+    rows = []
+    for model, splits in last["models"].items():
+        for split, metrics in splits.items():
+            if isinstance(metrics.get("accuracy"), Mapping):
+                summary = metrics["accuracy"]
+                rows.append(
+                    {
+                        "model": model,
+                        "data": split,
+                        "accuracy": f"{100 * summary['mean']:.2f}",
+                        "std over clients": f"{100 * summary['std']:.2f}",
+                        "lowest 5 %": f"{100 * summary['lowest5']:.2f}",
+                        "top 5 %": f"{100 * summary['top5']:.2f}",
+                    }
+                )
+            elif "accuracy" in metrics:
+                rows.append({"model": model, "data": split, "accuracy": f"{100 * metrics['accuracy']:.2f}"})
+    print(tables.table(rows))
+    print(f"{experiment.method} on {experiment.data}: results in {folder}")
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """``pfl-ext compare A B ...``: several methods on the same partitions, clients and batches."""
+    with _reported("compare") as status:
+        config, partition = _configuration(arguments)
+        parser = _parser(
+            "compare",
+            "Run several methods on identical partitions and random streams, and print one table.\n"
+            "A method's own options: --set ditto.lam=0.1, or a table [method.ditto] in the configuration file.",
+        )
+        parser.epilog = _METHODS_HELP
+        parser.add_argument("methods", nargs="*", metavar="METHOD", help="two or more methods")
+        group = parser.add_argument_group("options of all methods")
+        common = {f.name for f in dataclasses.fields(Method)}
+        for option in method_options("fedavg").values():
+            _add(group, option, "method")
+        _add_data(parser, partition)
+        group = parser.add_argument_group("federation")
+        for option in settings_options().values():
+            _add(group, option, "federation")
+        _output(parser, "results/compare-DATA-PARTITION")
+        group = parser.add_argument_group("comparison")
+        group.add_argument(
+            "--set", action="append", default=[], metavar="METHOD.OPTION=VALUE", help="an option of one method"
+        )
+        group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
+        group.add_argument(
+            "--style", choices=("markdown", "csv", "latex"), default="markdown", help="of the printed table"
+        )
+        parsed, unknown = parser.parse_known_args(list(arguments))
+        _refuse_unknown(parser, unknown)
+        methods = parsed.methods or list(config.get("methods", []))
+        if not methods:
+            raise _Usage(f"name the methods to compare; known are {', '.join(METHODS)}")
+        for method in methods:
+            _check_method(method)
+        sections = _sections(parsed, config)
+        own = _own_options(sections.pop("method", {}), parsed.set, methods)
+        seeds = (
+            [None] if parsed.seeds is None else [Option("seeds", int, 0, "").parse(s) for s in parsed.seeds.split(",")]
+        )
+        experiments = []
+        for seed in seeds:
+            for method in methods:
+                some = {name: dict(table) for name, table in sections.items()}
+                if seed is not None:
+                    some.setdefault("federation", {})["seed"] = seed
+                some["method"] = {"name": method, **own[method]}
+                experiments.append(Experiment.from_sections(some))
+        del common
+        _compare(experiments, methods, parsed)
+    return status[0]
+
+
+def _own_options(
+    table: Mapping[str, Any], settings: Sequence[str], methods: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """For each method the options common to all, those of its own table, and those that --set names."""
+    common = {name: value for name, value in table.items() if not isinstance(value, Mapping) and name != "name"}
+    own = {method: common | dict(table.get(method, {})) for method in methods}
+    for setting in settings:
+        target, equals, value = setting.partition("=")
+        method, dot, name = target.partition(".")
+        if not (equals and dot):
+            raise _Usage(f"--set {setting}: METHOD.OPTION=VALUE is accepted, such as ditto.lam=0.1")
+        if method not in own:
+            raise _Usage(f"--set {setting}: {method} is not compared{nearest(method, own)}")
+        own[method][name] = value
+    return own
+
+
+def _compare(experiments: Sequence[Experiment], methods: Sequence[str], parsed: argparse.Namespace) -> None:
+    first = experiments[0]
+    data_name = first.data.replace(":", "-").replace("/", "-")
+    folder = parsed.output or Path("results") / f"compare-{data_name}-{first.partition}"
+    runs: dict[str, list[ResultsFolder]] = {method: [] for method in methods}
+    made: dict[int, tuple[Dataset, Partition]] = {}
+    for experiment in experiments:
+        seed = experiment.settings.seed
+        if seed not in made:
+            made = {seed: experiment.make_data()}  # one at a time: they are large
+        dataset, partition = made[seed]
+        own = folder / f"{experiment.method}-seed{seed}"
+        resume = argparse.Namespace(**{**vars(parsed), "resume": parsed.resume and own.is_dir(), "no_plots": True})
+        _one(experiment, dataset, partition, own, resume)
+        runs[experiment.method].append(ResultsFolder.open(own))
+    rows = tables.comparison(runs)
+    for style, suffix in (("markdown", "md"), ("csv", "csv"), ("latex", "tex")):
+        (folder / f"comparison.{suffix}").write_text(tables.table(rows, style=style), encoding="utf-8")
+    users = tables.per_user(runs)
+    (folder / "users.md").write_text(tables.table(users), encoding="utf-8")
+    print(tables.table(rows, style=parsed.style))
+    if not parsed.no_plots:
+        _draw({method: found[0] for method, found in runs.items()}, folder, dataset, partition)
+    print(f"compared on {first.data}: results in {folder}")
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def data(arguments: Sequence[str]) -> int:
+    """``pfl-ext data``: cut a data set into clients and show who has what."""
+    with _reported("data") as status:
+        config, partition = _configuration(arguments)
+        parser = _parser("data", "Cut a data set into clients: print who has what, save the partition, draw it.")
+        _add_data(parser, partition)
+        group = parser.add_argument_group("output")
+        group.add_argument("--config", type=Path, help="a TOML file with the tables data and partition")
+        group.add_argument("--seed", dest="federation.seed", default=argparse.SUPPRESS, help="the seed (default: 0)")
+        group.add_argument("--save", type=Path, help="write the partition to this file (safetensors)")
+        group.add_argument("--picture", type=Path, help="draw the partition into this file (PNG)")
+        parsed, unknown = parser.parse_known_args(list(arguments))
+        _refuse_unknown(parser, unknown)
+        sections = _sections(parsed, config)
+        sections["method"] = {"name": "fedavg"}
+        experiment = Experiment.from_sections(sections)
+        dataset, cut = experiment.make_data()
+        print(cut.table(dataset))
+        print(f"{cut.clients} clients, fingerprint {cut.fingerprint[:16]}")
+        if parsed.save is not None:
+            cut.save(parsed.save)
+        if parsed.picture is not None:
+            cut.draw(dataset, parsed.picture)
+    return status[0]

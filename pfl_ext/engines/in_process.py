@@ -1,0 +1,44 @@
+"""All turns in this process, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfl_ext.federation.turns import Diverged, Turns
+
+__all__ = ["InProcess"]
+
+
+class InProcess:
+    """Runs turns one after the other, each with ``threads`` threads: that number decides the bits, workers do not."""
+
+    def __init__(self, turns: Turns, threads: int = 1) -> None:
+        """Run turns of these."""
+        self._turns, self._threads = turns, threads
+
+    def publish(self, server: Mapping[str, Tensor]) -> None:
+        """Make the server's vectors visible to the turns that follow."""
+        self._turns.server = server
+
+    def map(self, turn: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """The results of ``Turns.<turn>(*arguments[i])`` in order; a client's :class:`Diverged` is a result too."""
+        call = getattr(self._turns, turn)
+        for some in arguments:
+            # Set anew for each turn and not across a yield: whoever takes the results computes with all threads.
+            threads, random_state = torch.get_num_threads(), torch.get_rng_state()
+            torch.set_num_threads(self._threads)
+            try:
+                result = call(*some)
+            except Diverged as error:
+                result = error
+            finally:
+                torch.set_num_threads(threads)
+                torch.set_rng_state(random_state)
+            yield result
+
+    def close(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,232 @@
+"""Turns side by side in worker processes that share the data and the clients' vectors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import multiprocessing
+import signal
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation.mapping import MappedTensor, scratch_folder
+from pfl_ext.federation.method import Method
+from pfl_ext.federation.store import ClientStore
+from pfl_ext.federation.turns import Buffers, Diverged, Turns
+
+__all__ = ["Workers"]
+
+_LARGE = 1 << 16  # bytes from which a tensor is shared instead of sent
+
+
+def _share(value: Any, path: Path) -> Any:
+    """``value``, or where it can be found if it is a large tensor."""
+    return MappedTensor.copy(value, path) if isinstance(value, Tensor) and value.nbytes >= _LARGE else value
+
+
+def _found(value: Any) -> Any:
+    return value.open() if isinstance(value, MappedTensor) else value
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What a worker is told when it starts."""
+
+    method: Method
+    module: nn.Module
+    dataset: tuple[type[Dataset], dict[str, Any]]
+    partition: Partition
+    store: ClientStore
+    server: dict[str, MappedTensor]
+    seed: int
+    buffers: Buffers
+    augmentation: str
+    threads: int
+    folder: Path
+
+
+def _work(plan: _Plan, number: int, pipe: Connection) -> None:
+    """A worker's life: take a turn, answer, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    torch.set_num_threads(plan.threads)
+    cls, fields = plan.dataset
+    turns = Turns(
+        plan.method,
+        copy.deepcopy(plan.module),  # what arrived may be memory that all workers share
+        cls(**{name: _found(value) for name, value in fields.items()}),
+        plan.partition,
+        plan.store,
+        {name: mapped.open() for name, mapped in plan.server.items()},
+        plan.seed,
+        plan.buffers,
+        plan.augmentation,
+    )
+    sent = 0
+    answer: tuple[Any, str | None]
+    while True:
+        try:
+            turn, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = getattr(turns, turn)(*arguments)
+            if turn == "train":  # uploads are large: shared, each in a file of its own
+                vectors, report = result
+                shared = {}
+                for name, vector in vectors.items():
+                    sent += 1
+                    shared[name] = MappedTensor.copy(vector, plan.folder / f"upload-{number}-{sent}")
+                result = shared, report
+            answer = (result, None)
+        except Diverged as error:
+            answer = (error, None)
+        except Exception as error:
+            answer = (error if _can_travel(error) else RuntimeError(str(error)), traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except OSError:  # the parent has stopped listening
+            return
+
+
+def _can_travel(error: Exception) -> bool:
+    return type(error).__module__ == "builtins"
+
+
+class Workers:
+    """Runs turns in ``workers`` processes of ``threads`` threads each; the bits are those of one process.
+
+    The processes are spawned: a script that makes workers must guard its entry point by ``__name__ == "__main__"``.
+
+    Args:
+        workers: how many processes.
+        method, module, dataset, partition, store, server, seed, buffers, augmentation: as for
+            :class:`pfl_ext.federation.turns.Turns`; the store must have a folder.
+        threads: of each worker.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        method: Method,
+        module: nn.Module,
+        dataset: Dataset,
+        partition: Partition,
+        store: ClientStore,
+        server: Mapping[str, Tensor],
+        seed: int,
+        buffers: Buffers,
+        augmentation: str,
+        threads: int = 1,
+    ) -> None:
+        """See the class."""
+        size = dataset.inputs.nbytes + dataset.targets.nbytes + 64 * sum(v.nbytes for v in server.values())
+        self._folder = scratch_folder(self, size)
+        fields = {
+            field.name: _share(getattr(dataset, field.name), self._folder / f"data-{field.name}")
+            for field in dataclasses.fields(dataset)
+            if field.init
+        }
+        shared = {name: MappedTensor.copy(vector, self._folder / f"server-{name}") for name, vector in server.items()}
+        self._server = {name: mapped.open() for name, mapped in shared.items()}
+        plan = _Plan(
+            method,
+            module,
+            (type(dataset), fields),
+            partition,
+            store,
+            shared,
+            seed,
+            buffers,
+            augmentation,
+            threads,
+            self._folder,
+        )
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for number in range(workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(plan, number, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def publish(self, server: Mapping[str, Tensor]) -> None:
+        """Make the server's vectors visible to the turns that follow."""
+        for name, vector in self._server.items():
+            vector.copy_(server[name])
+
+    def map(self, turn: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """The results of ``Turns.<turn>(*arguments[i])`` in order; a client's :class:`Diverged` is a result too."""
+        waiting = deque(enumerate(arguments))
+        idle, busy = list(self._pipes), dict[Connection, int]()
+        done: dict[int, Any] = {}
+        following = 0
+        while following < len(arguments):
+            while idle and waiting:
+                pipe = idle.pop()
+                place, some = waiting.popleft()
+                self._send(pipe, (turn, some))
+                busy[pipe] = place
+            for ready in wait(list(busy)):
+                pipe = cast(Connection, ready)
+                place = busy.pop(pipe)
+                done[place] = self._receive(pipe, turn, arguments[place])
+                idle.append(pipe)
+            while following in done:
+                yield done.pop(following)
+                following += 1
+
+    def _send(self, pipe: Connection, message: Any) -> None:
+        try:
+            pipe.send(message)
+        except OSError:
+            self._lost(pipe, "before it was given a turn")
+
+    def _receive(self, pipe: Connection, turn: str, arguments: tuple[Any, ...]) -> Any:
+        try:
+            result, trace = pipe.recv()
+        except (EOFError, OSError):
+            self._lost(pipe, f"during {turn}{arguments[:2]}")
+        if trace is not None:
+            self.close()
+            result.add_note(trace) if hasattr(result, "add_note") else None
+            raise result
+        if turn == "train" and not isinstance(result, Diverged):
+            shared, report = result
+            vectors = {}
+            for name, mapped in shared.items():
+                vectors[name] = mapped.open()
+                mapped.path.unlink(missing_ok=True)  # the memory lives as long as the tensor
+            result = vectors, report
+        return result
+
+    def _lost(self, pipe: Connection, when: str) -> None:
+        process = self._processes[self._pipes.index(pipe)]
+        process.join(timeout=5)
+        code = process.exitcode
+        self.close()
+        raise RuntimeError(
+            f"a worker process ended {when} with exit code {code}"
+            + (" (killed: out of memory?)" if code == -signal.SIGKILL else "")
+            + "; use fewer workers, or workers=1 to see the error itself"
+        )
+
+    def close(self) -> None:
+        """End the workers."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()

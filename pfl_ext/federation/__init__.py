@@ -1,0 +1,34 @@
+"""Clients' state, client sampling, the round loop, checkpoints."""
+
+from .checkpoint import DamagedCheckpoint, ForeignCheckpoint
+from .client import Batch, Client, classification_loss
+from .federation import Federation, Interrupted, Settings, selected_clients
+from .method import Method, Uploads, option
+from .model import WorkingModel
+from .store import ClientStore
+from .streams import seed_of, stream
+from .training import local_length, local_sgd
+from .turns import Buffers, Diverged
+
+__all__ = [
+    "Batch",
+    "Buffers",
+    "Client",
+    "ClientStore",
+    "DamagedCheckpoint",
+    "Diverged",
+    "Federation",
+    "ForeignCheckpoint",
+    "Interrupted",
+    "Method",
+    "Settings",
+    "Uploads",
+    "WorkingModel",
+    "classification_loss",
+    "local_length",
+    "local_sgd",
+    "option",
+    "seed_of",
+    "selected_clients",
+    "stream",
+]

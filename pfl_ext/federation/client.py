@@ -1,0 +1,147 @@
+"""What a method sees of a client during its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
+
+from .model import WorkingModel
+from .store import ClientStore
+from .streams import stream
+
+__all__ = ["Batch", "Client", "classification_loss"]
+
+_EVALUATION_BATCH = 512  # samples a forward pass takes when nothing is trained; fixed, as sums depend on it
+
+
+class Batch(NamedTuple):
+    """A mini-batch of a client's training data."""
+
+    inputs: Tensor
+    targets: Tensor
+    rows: Tensor
+    """Where the samples stand in ``client.train``, for what is kept for each of them (a teacher's logits)."""
+
+
+def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy; for multi-label targets [n, labels] the mean binary one."""
+    if targets.dim() == 2:
+        return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))
+    return F.cross_entropy(logits, targets)
+
+
+class Client:
+    """One client's data, its kept vectors, its random streams, and the working model.
+
+    ``client["personal"]`` is a vector the client keeps between rounds, as it was when the turn began or as the method
+    has set it since. What a method sets is kept when its turn ends without an error, and not before.
+
+    Attributes:
+        index: the client's number.
+        round: the round, from 1.
+        model: the working model. It holds whatever the last client left: load a state first.
+        train, validation, test: indices of the client's samples.
+        report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        round: int,
+        model: WorkingModel,
+        dataset: Dataset,
+        partition: Partition,
+        store: ClientStore,
+        seed: int,
+        augmentation: str = "none",
+    ) -> None:
+        """Made by the engine."""
+        self.index, self.round, self.model = index, round, model
+        self.train = partition.train[index]
+        self.validation = partition.validation[index]
+        self.test = partition.test[index]
+        self.report: dict[str, float] = {}
+        self._dataset, self._store, self._seed = dataset, store, seed
+        self._augment = AUGMENTATIONS[augmentation] if augmentation != "none" else None
+        self._set: dict[str, Tensor] = {}
+
+    @property
+    def samples(self) -> int:
+        """n_k, how many training samples the client has."""
+        return len(self.train)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A kept vector: not to be changed in place."""
+        return self._set[name] if name in self._set else self._store.read(self.index, name)
+
+    def __setitem__(self, name: str, vector: Tensor) -> None:
+        """Keep ``vector`` under a name that the method's ``client_state`` has."""
+        if name not in self._store.initial:
+            raise KeyError(f"{name} is not in client_state, which has: {', '.join(self._store.names) or 'nothing'}")
+        self._set[name] = vector
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the client has set that vector in this turn or before, rather than having the common initial one."""
+        known = isinstance(name, str) and name in self._store.initial
+        return name in self._set or (known and self._store.written(self.index, str(name)))
+
+    def commit(self) -> None:
+        """Keep what was set (the engine does this at the end of a turn)."""
+        for name, vector in self._set.items():
+            self._store.write(self.index, name, vector)
+        self._set.clear()
+
+    def stream(self, name: str) -> torch.Generator:
+        """A random stream of this client in this round, at its beginning."""
+        return stream(self._seed, name, self.round, self.index)
+
+    def batches(
+        self, batch_size: int, *, epochs: int = 1, steps: int | None = None, name: str = "batches"
+    ) -> Iterator[Batch]:
+        """Shuffled mini-batches of the training data: ``epochs`` passes over it, or ``steps`` batches.
+
+        The stream ``name`` decides the order, so two models that are to see different batches ask for different
+        streams, and two methods that ask for the same one see the same batches. The last batch of a pass may be
+        smaller; if it is a single sample, which batch normalisation cannot take, it is left out for a network that
+        has such layers (unless it is the whole pass).
+        """
+        order, augmentation = self.stream(name), self.stream(f"{name}/augmentation")
+        skip_single = self.model.has_batch_norm and self.samples > 1
+        taken, passes = 0, 0
+        while passes < epochs if steps is None else taken < steps:
+            passes += 1
+            for rows in torch.randperm(self.samples, generator=order).split(batch_size):
+                if skip_single and len(rows) == 1 and batch_size > 1:
+                    continue
+                if steps is not None and taken == steps:
+                    return
+                inputs, targets = self._dataset.batch(self.train[rows])
+                if self._augment is not None:
+                    inputs = self._augment(inputs, augmentation)
+                taken += 1
+                yield Batch(inputs, targets, rows)
+
+    @torch.no_grad()
+    def logits(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and targets of these samples by the working model as it is, in evaluation mode."""
+        training = self.model.module.training
+        self.model.module.eval()
+        parts, targets = [], []
+        for part in indices.split(_EVALUATION_BATCH):
+            x, y = self._dataset.batch(part)
+            parts.append(self.model(x))
+            targets.append(y)
+        self.model.module.train(training)
+        return torch.cat(parts), torch.cat(targets)
+
+    def loss(self, indices: Tensor) -> float:
+        """Mean loss of the working model on these samples, NaN for none."""
+        if len(indices) == 0:
+            return float("nan")
+        return float(classification_loss(*self.logits(indices)))

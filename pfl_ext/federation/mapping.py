@@ -1,0 +1,56 @@
+"""Tensors in memory-mapped files: larger than memory, or seen by several processes."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["MappedTensor", "scratch_folder"]
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """Where a mapped tensor is. This, not the tensor, goes to another process, which opens the same memory."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def create(cls, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> MappedTensor:
+        """A new file of zeros. It is sparse: what is never written takes no space."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(math.prod(shape) * dtype.itemsize)
+        return cls(path, shape, dtype)
+
+    @classmethod
+    def copy(cls, tensor: Tensor, path: Path) -> MappedTensor:
+        """A file with what ``tensor`` holds."""
+        mapped = cls.create(path, tuple(tensor.shape), tensor.dtype)
+        mapped.open().copy_(tensor)
+        return mapped
+
+    def open(self) -> Tensor:
+        """The tensor; what one process writes, the others see."""
+        size = math.prod(self.shape)
+        if size == 0:  # an empty file cannot be mapped
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.from_file(str(self.path), shared=True, size=size, dtype=self.dtype).view(self.shape)
+
+
+def scratch_folder(owner: object, size: int) -> Path:
+    """A folder for files of ``size`` bytes that lives as long as ``owner``, in memory where that much is free."""
+    memory = Path("/dev/shm")
+    # Containers often have 64 MB there, and writing beyond it kills the process.
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 2 * size
+    folder = Path(tempfile.mkdtemp(prefix="pfl_ext-", dir=memory if roomy else None))
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return folder

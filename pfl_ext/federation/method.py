@@ -1,0 +1,127 @@
+"""What a method is: one file that says what a client trains and sends, what the server does, what is evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pfl_ext.data import Partition
+
+from .client import Client
+from .model import WorkingModel
+
+__all__ = ["Method", "Uploads", "option"]
+
+
+def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None) -> Any:
+    """A method's hyper-parameter: its default and what it is, once, for the code, the command line and the tables."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+class Uploads:
+    """What the server received in a round, in the order of the clients' numbers.
+
+    ``uploads["model"]`` is the list of the clients' vectors of that name.
+    """
+
+    def __init__(self, clients: list[int], samples: list[int], vectors: list[dict[str, Tensor]]) -> None:
+        """Made by the round."""
+        self.clients, self.samples, self._vectors = clients, samples, vectors
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        """The vectors of that name, one a client."""
+        return [vectors[name] for vectors in self._vectors]
+
+    def __len__(self) -> int:
+        """How many clients sent something."""
+        return len(self.clients)
+
+    def parameters(self) -> int:
+        """How many numbers were sent."""
+        return sum(vector.numel() for vectors in self._vectors for vector in vectors.values())
+
+    def bytes(self) -> int:
+        """How many bytes were sent."""
+        return sum(vector.nbytes for vectors in self._vectors for vector in vectors.values())
+
+
+@dataclass(frozen=True)
+class Method:
+    """The base of every method: the options all share, and what a method may say about itself.
+
+    A method has no state of its own: what the server keeps is in ``server``, what a client keeps in ``client``, so that
+    a run can be saved at any round and clients can be trained in any process. ``docs/methods.md`` shows a whole one.
+    """
+
+    lr: float = option(0.01, "step size of the local SGD")
+    momentum: float = option(0.0, "momentum of the local SGD; it starts anew in each round")
+    weight_decay: float = option(0.0, "weight decay of the local SGD")
+    batch_size: int = option(10, "samples a local step takes")
+    local_epochs: int = option(1, "passes over a client's data in a round")
+    local_steps: int = option(0, "steps in a round instead of passes; 0: passes")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work before a run begins."""
+        self.check("lr", self.lr > 0, "above 0")
+        self.check("momentum", 0 <= self.momentum < 1, "from 0 to below 1")
+        self.check("weight_decay", self.weight_decay >= 0, "not negative")
+        self.check("batch_size", self.batch_size >= 1, "at least 1")
+        self.check("local_epochs", self.local_epochs >= 0, "not negative")
+        self.check("local_steps", self.local_steps >= 0, "not negative")
+        for field in dataclasses.fields(self):
+            choices = field.metadata.get("choices")
+            if choices:
+                value = getattr(self, field.name)
+                self.check(field.name, value in choices, f"one of {', '.join(map(str, choices))}")
+
+    def check(self, name: str, holds: bool, accepted: str) -> None:
+        """Raise a ValueError that says what was given and what is accepted, unless the condition holds."""
+        value = getattr(self, name)
+        if not holds or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}; accepted is a value {accepted}")
+
+    # ---- what a method says of itself --------------------------------------------------------------------------------
+
+    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """The vectors the server keeps and sends, as they are before the first round."""
+        return {"model": model.state()}
+
+    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """The vectors a client keeps, as they are before its first turn."""
+        return {}
+
+    def received(self) -> tuple[str, ...]:
+        """Which of the server's vectors a client receives at the beginning of a turn."""
+        return ("model",)
+
+    def received_last(self) -> tuple[str, ...]:
+        """Which of them it receives after the last round, for :meth:`personalize` and for its evaluation."""
+        return self.received()
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A selected client's turn; returns what it sends."""
+        raise NotImplementedError
+
+    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+        """Change the server's vectors by what the clients sent."""
+        raise NotImplementedError
+
+    def check_data(self, partition: Partition) -> None:
+        """Raise a ValueError if the method cannot work with this partition (no validation data, say)."""
+
+    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+        """After the last round, once for every client, selected or not: what it does on its own."""
+
+    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The models to evaluate, by name: ``"global"`` is what the server has, ``"personal"`` the client's own."""
+        return {"global": received["model"]}
+
+    @property
+    def has_personal_stage(self) -> bool:
+        """Whether :meth:`personalize` does something."""
+        return type(self).personalize is not Method.personalize

@@ -1,0 +1,86 @@
+"""The local training that most methods share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from pfl_ext.ops import proximal_sgd_step_
+
+from .client import Batch, Client, classification_loss
+from .method import Method
+
+__all__ = ["local_length", "local_sgd"]
+
+
+class Length(TypedDict, total=False):
+    """How long a client trains, as ``client.batches`` takes it."""
+
+    epochs: int
+    steps: int
+
+
+def local_length(method: Method) -> Length:
+    """How long a client trains in a round of this method."""
+    return {"steps": method.local_steps} if method.local_steps else {"epochs": method.local_epochs}
+
+
+def _labels(logits: Tensor, batch: Batch) -> Tensor:
+    return classification_loss(logits, batch.targets)
+
+
+def local_sgd(
+    client: Client,
+    method: Method,
+    *,
+    loss: Callable[[Tensor, Batch], Tensor] = _labels,
+    anchor: Tensor | None = None,
+    lam: float = 0.0,
+    epochs: int | None = None,
+    lr: float | None = None,
+    batches: str = "batches",
+) -> float:
+    r"""SGD on the client's loss L, plus :math:`\frac{\lambda}{2}\|v - w\|^2` where there is an anchor w.
+
+    .. math:: v \leftarrow v - \eta\, (\nabla L(v) + \lambda (v - w))
+
+    Args:
+        client: its working model v is trained, from where it is.
+        method: gives step size, momentum, weight decay, batch size and how long.
+        loss: L as a function of the logits and the batch; by default the loss of the labels.
+        anchor: w, a state of the whole model.
+        lam: :math:`\lambda`.
+        epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
+        lr: step size in place of the method's.
+        batches: the stream that orders the batches.
+
+    Returns:
+        The mean loss over the steps, NaN without any.
+    """
+    model, params = client.model, client.model.trained
+    anchors = model.tensors(anchor) if anchor is not None and lam != 0 else []
+    buffers = [torch.empty_like(p) for p in params] if method.momentum != 0 else []
+    length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+    total, steps = torch.zeros((), device=model.vector.device), 0
+    model.module.train()
+    for batch in client.batches(method.batch_size, name=batches, **length):
+        objective = loss(model(batch.inputs), batch)
+        gradients = list(torch.autograd.grad(objective, params, materialize_grads=True))
+        proximal_sgd_step_(
+            params,
+            gradients,
+            anchors,
+            method.lr if lr is None else lr,
+            lam if anchors else 0.0,
+            method.momentum,
+            method.weight_decay,
+            momentum_buffers=buffers,
+            first=steps == 0,
+        )
+        total += objective.detach()
+        steps += 1
+    return float(total) / steps if steps else math.nan

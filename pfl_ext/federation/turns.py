@@ -1,0 +1,172 @@
+"""A client's turns, wherever they run: train, personalise, be evaluated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.evaluation import classification_metrics
+
+from .client import Client
+from .method import Method
+from .model import WorkingModel
+from .store import ClientStore
+from .streams import seed_of
+
+__all__ = ["Buffers", "Diverged", "Turns"]
+
+_LOCAL_BUFFERS = "pfl_ext.local_buffers"
+
+
+class Diverged(RuntimeError):
+    """A client's training gave infinity or NaN."""
+
+    def __init__(self, client: int, round: int, what: str) -> None:
+        """``what`` is not finite after this client's turn in this round."""
+        super().__init__(client, round, what)
+        self.client, self.round, self.what = client, round, what
+
+    def __str__(self) -> str:
+        """Who, when, what, and what to do."""
+        return (
+            f"client {self.client} diverged in round {self.round}: its {self.what} is not finite. Lower the step size, "
+            f"or run with diverged=drop to leave such clients out of the round"
+        )
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What becomes of the buffers of modules, such as the running statistics of batch normalisation, by module type.
+
+    Buffers of all other modules are averaged like parameters.
+    """
+
+    local: tuple[type[nn.Module], ...] = ()
+    """Modules whose buffers stay with each client."""
+    server: tuple[type[nn.Module], ...] = ()
+    """Modules whose buffers stay as the server has them."""
+
+
+class Turns:
+    """Everything a turn needs, in the process it runs in.
+
+    Args:
+        method: the method.
+        module: the network; it becomes the working model.
+        dataset, partition: the data.
+        store: the clients' vectors.
+        server: the server's vectors, as this process sees them.
+        seed: the run's.
+        buffers: the policy for buffers.
+        augmentation: the name of one of :data:`pfl_ext.data.AUGMENTATIONS`.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        module: nn.Module,
+        dataset: Dataset,
+        partition: Partition,
+        store: ClientStore,
+        server: Mapping[str, Tensor],
+        seed: int,
+        buffers: Buffers,
+        augmentation: str,
+    ) -> None:
+        """See the class."""
+        self.method, self.dataset, self.partition, self.store, self.server = method, dataset, partition, store, server
+        self.seed, self.augmentation = seed, augmentation
+        self.model = WorkingModel(module, buffers.local, buffers.server)
+
+    @staticmethod
+    def kept(method: Method, model: WorkingModel) -> dict[str, Tensor]:
+        """What the store keeps for each client: the method's vectors, and local buffers where there are such."""
+        kept = method.client_state(model)
+        if model.local.any():
+            kept[_LOCAL_BUFFERS] = model.state()[model.local]
+        return kept
+
+    def _begin(self, client: int, round: int, names: tuple[str, ...] | None = None) -> tuple[Client, dict[str, Tensor]]:
+        # Dropout and the like draw from torch's own generator.
+        torch.manual_seed(seed_of(self.seed, "layers", round, client))
+        turn = Client(client, round, self.model, self.dataset, self.partition, self.store, self.seed, self.augmentation)
+        received = {name: self.server[name] for name in (self.method.received() if names is None else names)}
+        if self.model.local.any() and _LOCAL_BUFFERS in turn:
+            for name, vector in received.items():
+                if vector.shape == self.model.vector.shape:
+                    received[name] = vector.clone()
+                    received[name][self.model.local] = turn[_LOCAL_BUFFERS]
+        return turn, received
+
+    def _end(self, turn: Client) -> None:
+        for name, vector in turn._set.items():
+            if not bool(torch.isfinite(vector).all()):
+                raise Diverged(turn.index, turn.round, name)
+        if self.model.local.any():
+            turn[_LOCAL_BUFFERS] = self.model.state()[self.model.local]
+        turn.commit()
+
+    def train(self, client: int, round: int, measure: bool = False) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """A selected client's turn; returns what it sends and what it reports.
+
+        With ``measure`` it also reports how the received model does on the client's test data, and how the working
+        model does as the turn leaves it.
+        """
+        turn, received = self._begin(client, round)
+        before = self._measure(turn, "before", received["model"]) if measure and "model" in received else {}
+        sent = self.method.client_round(turn, received)
+        if measure:
+            turn.report |= before | self._measure(turn, "after", None)
+        for name, vector in sent.items():
+            if not bool(torch.isfinite(vector).all()):
+                raise Diverged(client, round, f"upload {name!r}")
+            stays = self.model.local | self.model.server
+            if stays.any() and vector.shape == self.model.vector.shape:
+                vector[stays] = self.server[name][stays]
+        if math.isinf(turn.report.get("loss", 0.0)):
+            raise Diverged(client, round, "loss")
+        self._end(turn)
+        return sent, turn.report
+
+    def _measure(self, turn: Client, when: str, state: Tensor | None) -> dict[str, float]:
+        if len(turn.test) == 0 or (state is not None and state.shape != self.model.vector.shape):
+            return {}
+        if state is not None:
+            self.model.load(state)
+        metrics = classification_metrics(*turn.logits(turn.test))
+        return {f"{when}_training/{metric}": value for metric, value in metrics.items()}
+
+    def personalize(self, client: int, round: int) -> dict[str, float]:
+        """What a client does on its own after the last round; returns what it reports."""
+        turn, received = self._begin(client, round, self.method.received_last())
+        self.method.personalize(turn, received)
+        self._end(turn)
+        return turn.report
+
+    def evaluate(
+        self, client: int, round: int, splits: tuple[str, ...], global_test: tuple[str, ...]
+    ) -> dict[str, float]:
+        """Metrics of the client's models, as ``"personal/test/accuracy"``; never changes what is kept."""
+        turn, received = self._begin(client, round, self.method.received_last())
+        found: dict[str, float] = {}
+        for name, state in self.method.evaluated(turn, received).items():
+            self.model.load(state)
+            parts = {split: getattr(turn, split) for split in splits}
+            if name in global_test:
+                parts["global_test"] = self.partition.global_test
+            for split, indices in parts.items():
+                if len(indices):
+                    for metric, value in classification_metrics(*turn.logits(indices)).items():
+                        found[f"{name}/{split}/{metric}"] = value
+        return found
+
+    def global_logits(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and targets of part of the global test set by the server's model."""
+        turn, received = self._begin(0, 0)
+        turn.model.load(received["model"])
+        return turn.logits(part)

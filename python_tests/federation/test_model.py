@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pfl_ext.federation import WorkingModel
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 4, 3))
+
+
+def test_the_modules_tensors_are_views_of_the_vector() -> None:
+    model = WorkingModel(_network())
+    start = model.vector.untyped_storage().data_ptr()
+    for tensor in [*model.module.parameters(), *(b for b in model.module.buffers() if b.is_floating_point())]:
+        assert tensor.untyped_storage().data_ptr() == start
+
+
+def test_a_state_brings_back_parameters_buffers_and_counters() -> None:
+    model = WorkingModel(_network())
+    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    saved = model.state()
+    model.module.train()
+    model(torch.rand(5, 1, 4, 4)).sum().backward()
+    with torch.no_grad():
+        for p in model.trained:
+            p.add_(1.0)
+    assert model.module[1].num_batches_tracked == 1
+    assert not torch.equal(model.state(), saved)
+    model.load(saved)
+    for name, tensor in model.module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_state_is_a_copy() -> None:
+    model = WorkingModel(_network())
+    state = model.state()
+    state.zero_()
+    assert model.vector.abs().sum() > 0
+
+
+def test_integers_come_back_from_an_average_rounded() -> None:
+    model = WorkingModel(_network())
+    state = model.state()
+    state[-1] = 2.6  # num_batches_tracked is the last buffer
+    model.load(state)
+    assert model.module[1].num_batches_tracked == 3
+
+
+def test_an_integer_that_float32_cannot_hold_is_refused() -> None:
+    model = WorkingModel(_network())
+    model.module[1].num_batches_tracked.fill_(2**24 + 1)
+    with pytest.raises(OverflowError, match="16777217"):
+        model.state()
+
+
+def test_tensors_are_the_trained_parameters_parts() -> None:
+    network = _network()
+    network[0].weight.requires_grad_(False)
+    model = WorkingModel(network)
+    parts = model.tensors(model.state())
+    assert len(parts) == len(model.trained) == 5
+    for part, p in zip(parts, model.trained, strict=True):
+        assert torch.equal(part, p)
+
+
+def test_buffers_are_found_by_module_type_not_by_name() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.downsample = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            self.register_buffer("bn", torch.ones(3))
+
+    model = WorkingModel(Block(), local_buffers=(nn.BatchNorm1d,))
+    assert int(model.local.sum()) == 2 + 2 + 1  # mean, variance, counter of downsample.1, not the buffer called bn
+    assert int(model.server.sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.ReLU(), "no parameters"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "one floating type"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "one device"),
+    ],
+)
+def test_modules_that_are_no_one_vector_are_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorkingModel(module)
+
+
+def test_a_state_of_another_size_is_refused() -> None:
+    model = WorkingModel(_network())
+    with pytest.raises(ValueError, match=f"3 numbers for a model of {model.vector.numel()}"):
+        model.load(torch.zeros(3))

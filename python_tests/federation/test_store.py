@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from pfl_ext.federation import ClientStore
+from pfl_ext.federation.mapping import MappedTensor, scratch_folder
+
+
+@pytest.fixture(params=["memory", "mapped"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    return tmp_path if request.param == "mapped" else None
+
+
+def test_an_unwritten_row_reads_as_the_initial_vector(folder: Path | None) -> None:
+    store = ClientStore(3, {"v": torch.tensor([1.0, 2.0])}, folder)
+    store.write(1, "v", torch.tensor([5.0, 6.0]))
+    assert store.read(0, "v").tolist() == [1, 2] and store.read(1, "v").tolist() == [5, 6]
+    assert [store.written(k, "v") for k in range(3)] == [False, True, False]
+
+
+def test_what_is_read_is_a_copy(folder: Path | None) -> None:
+    store = ClientStore(1, {"v": torch.zeros(2)}, folder)
+    store.read(0, "v").fill_(9)
+    store.write(0, "v", torch.ones(2))
+    store.read(0, "v").fill_(9)
+    assert store.read(0, "v").tolist() == [1, 1]
+
+
+def test_saved_rows_come_back_in_another_kind_of_store(folder: Path | None, tmp_path: Path) -> None:
+    initial = {"v": torch.zeros(2), "n": torch.zeros(1, dtype=torch.int64)}
+    store = ClientStore(4, initial, folder)
+    store.write(2, "v", torch.tensor([1.0, -1.0]))
+    store.write(3, "n", torch.tensor([7]))
+    other = ClientStore(4, initial, None if folder else tmp_path / "other")
+    other.write(0, "v", torch.ones(2))  # is not in what is saved, and goes
+    other.restore({name: tensor.clone() for name, tensor in store.tensors().items()})
+    for name in initial:
+        assert [other.written(k, name) for k in range(4)] == [store.written(k, name) for k in range(4)]
+        for k in range(4):
+            assert torch.equal(other.read(k, name), store.read(k, name))
+
+
+def test_a_mapped_store_takes_disk_only_for_written_rows(tmp_path: Path) -> None:
+    store = ClientStore(10_000, {"v": torch.zeros(62_006)}, tmp_path)
+    store.write(77, "v", torch.ones(62_006))
+    assert (tmp_path / "v.rows").stat().st_size == 10_000 * 62_006 * 4
+    assert (tmp_path / "v.rows").stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_store_in_memory_takes_memory_only_for_written_rows() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc")
+    before = resident()
+    store = ClientStore(4000, {"v": torch.zeros(62_006)})
+    store.write(5, "v", torch.ones(62_006))
+    assert resident() - before < 64 << 20  # all rows would take 946 MiB
+
+
+def test_another_process_sees_the_same_rows(tmp_path: Path) -> None:
+    store = ClientStore(2, {"v": torch.zeros(2)}, tmp_path)
+    other = pickle.loads(pickle.dumps(store))  # as multiprocessing hands it over
+    other.write(1, "v", torch.ones(2))
+    assert store.written(1, "v") and store.read(1, "v").tolist() == [1, 1]
+
+
+def test_a_store_in_memory_is_not_handed_over_by_copy() -> None:
+    with pytest.raises(TypeError, match="only a store with a folder"):
+        pickle.dumps(ClientStore(2, {"v": torch.zeros(2)}))
+
+
+def test_wrong_shapes_are_refused_and_change_nothing(folder: Path | None) -> None:
+    store = ClientStore(2, {"v": torch.zeros(2)}, folder)
+    with pytest.raises(ValueError, match=r"v of client 1 is \[3\]; \[2\] is kept"):
+        store.write(1, "v", torch.ones(3))
+    with pytest.raises(ValueError, match="saved rows of v"):
+        store.restore({"v/clients": torch.tensor([0]), "v/rows": torch.ones(1, 3)})
+    assert not store.written(0, "v") and not store.written(1, "v")
+    with pytest.raises(ValueError, match="made of vectors"):
+        ClientStore(2, {"v": torch.zeros(2, 2)})
+
+
+def test_an_empty_tensor_can_be_mapped(tmp_path: Path) -> None:
+    assert MappedTensor.copy(torch.empty(0, 3), tmp_path / "x").open().shape == (0, 3)
+
+
+def test_a_scratch_folder_goes_with_its_owner() -> None:
+    class Owner:
+        pass
+
+    owner = Owner()
+    folder = scratch_folder(owner, 1)
+    assert folder.is_dir()
+    del owner
+    assert not folder.exists()
