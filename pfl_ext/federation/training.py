@@ -65,7 +65,7 @@ def local_sgd(
     anchors = model.tensors(anchor) if anchor is not None and lam != 0 else []
     buffers = [torch.empty_like(p) for p in params] if method.momentum != 0 else []
     length: Length = local_length(method) if epochs is None else {"epochs": epochs}
-    total, steps = torch.zeros((), device=model.vector.device), 0
+    total, steps = torch.zeros((), device=model.device), 0
     model.module.train()
     for batch in client.batches(method.batch_size, name=batches, **length):
         objective = loss(model(batch.inputs), batch)

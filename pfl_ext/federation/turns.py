@@ -98,7 +98,7 @@ class Turns:
         received = {name: self.server[name] for name in (self.method.received() if names is None else names)}
         if self.model.local.any() and _LOCAL_BUFFERS in turn:
             for name, vector in received.items():
-                if vector.shape == self.model.vector.shape:
+                if vector.numel() == self.model.size:
                     received[name] = vector.clone()
                     received[name][self.model.local] = turn[_LOCAL_BUFFERS]
         return turn, received
@@ -126,7 +126,7 @@ class Turns:
             if not bool(torch.isfinite(vector).all()):
                 raise Diverged(client, round, f"upload {name!r}")
             stays = self.model.local | self.model.server
-            if stays.any() and vector.shape == self.model.vector.shape:
+            if stays.any() and vector.numel() == self.model.size:
                 vector[stays] = self.server[name][stays]
         if math.isinf(turn.report.get("loss", 0.0)):
             raise Diverged(client, round, "loss")
@@ -134,7 +134,7 @@ class Turns:
         return sent, turn.report
 
     def _measure(self, turn: Client, when: str, state: Tensor | None) -> dict[str, float]:
-        if len(turn.test) == 0 or (state is not None and state.shape != self.model.vector.shape):
+        if len(turn.test) == 0 or (state is not None and state.numel() != self.model.size):
             return {}
         if state is not None:
             self.model.load(state)
