@@ -34,7 +34,7 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
+DEV_TOOLS := $(TEST_TOOLS) safetensors scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
 
 PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')

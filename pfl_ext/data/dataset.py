@@ -1,0 +1,285 @@
+"""A dataset as tensors on one device: indexed in batches, never reloaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Dataset", "channel_statistics"]
+
+
+def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel, ``inputs[:, c]``, in units of ``inputs``.
+
+    A constant channel has the standard deviation 1, so that dividing by it is harmless. For the training images of
+    MNIST and CIFAR these are the constants in common use, times 255.
+    """
+    channels = inputs.transpose(0, 1).flatten(1)
+    if inputs.dtype == torch.uint8:
+        # Through a histogram: exact, and without a floating-point copy of all images.
+        values = torch.arange(256, dtype=torch.float64)
+        histogram = torch.stack([torch.bincount(channel, minlength=256) for channel in channels]).double().cpu()
+        mean = histogram @ values / channels.shape[1]
+        variance = (histogram * (values - mean[:, None]) ** 2).sum(1) / channels.shape[1]
+    else:
+        variance, mean = torch.var_mean(channels.double(), dim=1, correction=0)
+    std = variance.sqrt()
+    return mean.float(), torch.where(std > 0, std, 1.0).float()
+
+
+def _digest(digest: Any, label: str, tensor: Tensor | None) -> None:
+    """Feed a tensor's dtype, shape and bytes to a hash."""
+    if tensor is None:
+        digest.update(f"{label}:none;".encode())
+        return
+    digest.update(f"{label}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Samples, targets, and what is known about each sample.
+
+    Training and test samples share one index space, so that an index names a sample whatever part it came from.
+
+    Args:
+        name: as in :func:`pfl_ext.data.load`, or the user's.
+        inputs: ``[n, ...]``, uint8 (images: channels, height, width) or floating.
+        targets: ``[n]`` int64 class numbers, or ``[n, labels]`` uint8 or floating for multi-label data.
+        classes: a name for each class or label.
+        is_test: ``[n]`` bool, the official test part; all False where there is none.
+        domain: ``[n]`` int64, where a sample comes from, for feature shift.
+        domains: a name for each domain.
+        mean, std: a number for each channel ``inputs[:, c]``, in units of ``inputs``; :meth:`batch` applies
+            ``(x - mean) / std``. To choose others: ``dataclasses.replace(dataset, mean=..., std=...)``.
+        dtype: of the inputs (and multi-label targets) that :meth:`batch` returns.
+    """
+
+    name: str
+    inputs: Tensor
+    targets: Tensor
+    classes: tuple[str, ...]
+    is_test: Tensor
+    domain: Tensor | None = None
+    domains: tuple[str, ...] = ()
+    mean: Tensor | None = None
+    std: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        """Refuse what does not fit together, before anything is trained on it."""
+        n = len(self.inputs)
+        if self.inputs.ndim < 2 or not (self.inputs.dtype == torch.uint8 or self.inputs.is_floating_point()):
+            raise ValueError(
+                f"inputs are {self.inputs.dtype} {tuple(self.inputs.shape)}; "
+                "uint8 or floating tensors of two or more dimensions, [samples, ...], are accepted"
+            )
+        for label, tensor in (("targets", self.targets), ("is_test", self.is_test), ("domain", self.domain)):
+            if tensor is not None and len(tensor) != n:
+                raise ValueError(f"{label} has {len(tensor)} entries for {n} samples")
+            if tensor is not None and tensor.device != self.inputs.device:
+                raise ValueError(f"{label} is on {tensor.device}, the inputs on {self.inputs.device}; use to()")
+        if self.is_test.dtype != torch.bool or self.is_test.ndim != 1:
+            raise ValueError(f"is_test is {self.is_test.dtype} {tuple(self.is_test.shape)}; bool [{n}] is accepted")
+        if self.multilabel:
+            if self.targets.shape[1:] != (len(self.classes),):
+                raise ValueError(f"targets are {tuple(self.targets.shape)} for {len(self.classes)} labels")
+        else:
+            _check_numbers("targets", self.targets, len(self.classes), "classes")
+        if self.domain is not None:
+            _check_numbers("domain", self.domain, len(self.domains), "domains")
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("mean and std come together: one of them is None")
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"dtype is {self.dtype}; a floating one is accepted")
+        # batch() is called once per training step: everything that does not depend on the indices is computed here.
+        scale = shift = None
+        if self.mean is not None and self.std is not None:
+            channels = self.inputs.shape[1]
+            if self.mean.shape != (channels,) or self.std.shape != (channels,) or bool((self.std <= 0).any()):
+                raise ValueError(
+                    f"mean {tuple(self.mean.shape)} and std {tuple(self.std.shape)}: "
+                    f"[{channels}] each, and a positive std, are accepted"
+                )
+            shape = (channels, *[1] * (self.inputs.ndim - 2))
+            precise = torch.float64 if self.dtype == torch.float64 else torch.float32
+            inverse = 1 / self.std.double()
+            scale = inverse.reshape(shape).to(self.inputs.device, precise)
+            shift = (-self.mean.double() * inverse).reshape(shape).to(self.inputs.device, precise)
+        object.__setattr__(self, "_scale", scale)
+        object.__setattr__(self, "_shift", shift)
+
+    def batch(self, indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Normalised inputs and targets of these samples, in this order, on the dataset's device."""
+        if not isinstance(indices, Tensor):
+            indices = torch.as_tensor(indices, dtype=torch.int64)
+        if indices.device != self.inputs.device:
+            indices = indices.to(self.inputs.device)
+        x = self.inputs.index_select(0, indices)
+        targets = self.targets.index_select(0, indices)
+        scale: Tensor | None = self._scale  # type: ignore[attr-defined]
+        if scale is not None:
+            # The product promotes uint8 to floating: one pass instead of a conversion and a product.
+            x = torch.mul(x, scale).add_(self._shift)  # type: ignore[attr-defined]
+        return x.to(self.dtype), targets.to(self.dtype) if targets.ndim > 1 else targets
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Dataset:
+        """The same dataset on another device, with batches of another dtype."""
+
+        def move(tensor: Tensor | None) -> Any:
+            return None if tensor is None else tensor.to(device)
+
+        moved = replace(
+            self,
+            inputs=move(self.inputs),
+            targets=move(self.targets),
+            is_test=move(self.is_test),
+            domain=move(self.domain),
+            dtype=dtype or self.dtype,
+        )
+        if "_fingerprint" in self.__dict__:
+            object.__setattr__(moved, "_fingerprint", self.fingerprint)
+        return moved
+
+    def __len__(self) -> int:
+        """The number of samples, test samples included."""
+        return len(self.inputs)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.inputs.shape[1:])
+
+    @property
+    def multilabel(self) -> bool:
+        """Whether a sample may have several labels, or none."""
+        return self.targets.ndim > 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples are."""
+        return self.inputs.device
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of samples, targets, test part, domains and class names; neither of the name nor of mean and std."""
+        if "_fingerprint" not in self.__dict__:
+            digest = hashlib.sha256()
+            for label in ("inputs", "targets", "is_test", "domain"):
+                _digest(digest, label, getattr(self, label))
+            digest.update(repr((self.classes, self.domains)).encode())
+            object.__setattr__(self, "_fingerprint", digest.hexdigest())
+        return str(self.__dict__["_fingerprint"])
+
+    @staticmethod
+    def from_tensors(
+        train_x: Tensor | np.ndarray,
+        train_y: Tensor | np.ndarray,
+        test_x: Tensor | np.ndarray | None = None,
+        test_y: Tensor | np.ndarray | None = None,
+        *,
+        name: str = "tensors",
+        classes: Sequence[str] | None = None,
+        domain: Tensor | np.ndarray | None = None,
+        domains: Sequence[str] = (),
+        mean: Tensor | Sequence[float] | None = None,
+        std: Tensor | Sequence[float] | None = None,
+    ) -> Dataset:
+        """A dataset of the user's tensors; a training and, if there is one, a test part.
+
+        Without ``mean`` and ``std``, uint8 inputs are normalised by the statistics of the training part and floating
+        ones are left as they are. ``domain`` numbers the samples of both parts, training samples first. Without
+        ``classes`` the classes are called "0", "1", ... up to the largest target.
+        """
+        if (test_x is None) != (test_y is None):
+            raise ValueError("test_x and test_y come together: one of them is None")
+        x, y = torch.as_tensor(train_x), torch.as_tensor(train_y)
+        is_test = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        if len(x) == 0:
+            raise ValueError("there is no training sample")
+        if mean is None and std is None and x.dtype == torch.uint8:
+            mean, std = channel_statistics(x)
+        if test_x is not None and test_y is not None:
+            other_x, other_y = torch.as_tensor(test_x), torch.as_tensor(test_y)
+            if other_x.dtype != x.dtype or other_x.shape[1:] != x.shape[1:] or other_y.shape[1:] != y.shape[1:]:
+                raise ValueError(
+                    f"training samples are {x.dtype} {tuple(x.shape[1:])} with targets {tuple(y.shape[1:])}, "
+                    f"test samples {other_x.dtype} {tuple(other_x.shape[1:])} with {tuple(other_y.shape[1:])}"
+                )
+            is_test = torch.cat([is_test, is_test.new_ones(len(other_x))])
+            x, y = torch.cat([x, other_x]), torch.cat([y, other_y])
+        if y.ndim == 1 and y.is_floating_point():
+            raise ValueError(f"targets are {y.dtype}; class numbers are whole")
+        if y.ndim == 1:
+            y = y.to(torch.int64)
+        if classes is None:
+            count = y.shape[1] if y.ndim > 1 else int(y.max()) + 1
+            classes = [str(c) for c in range(count)]
+        return Dataset(
+            name=name,
+            inputs=x,
+            targets=y,
+            classes=tuple(classes),
+            is_test=is_test,
+            domain=None if domain is None else torch.as_tensor(domain).to(x.device, torch.int64),
+            domains=tuple(domains),
+            mean=None if mean is None else torch.as_tensor(mean, dtype=torch.float32),
+            std=None if std is None else torch.as_tensor(std, dtype=torch.float32),
+        )
+
+    @staticmethod
+    def from_torch(train: Any, test: Any = None, *, name: str | None = None, **options: Any) -> Dataset:
+        """A dataset of ``torch.utils.data.Dataset``s (anything with ``len`` and items ``(sample, target)``).
+
+        Every item is read once, here; a random transform is therefore applied once, and does not belong there: see
+        :mod:`pfl_ext.data.augmentation`. Samples may be tensors, arrays or PIL images, all of one shape.
+
+        Args:
+            train, test: the two parts.
+            name: by default the class of ``train``.
+            options: as in :meth:`from_tensors`; ``classes`` by default those that ``train`` names.
+        """
+        train_x, train_y = _stack(train)
+        test_x, test_y = (None, None) if test is None else _stack(test)
+        if "classes" not in options and isinstance(getattr(train, "classes", None), (list, tuple)):
+            options["classes"] = [str(label) for label in train.classes]
+        return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name or type(train).__name__, **options)
+
+
+def _check_numbers(label: str, numbers: Tensor, count: int, what: str) -> None:
+    if numbers.dtype != torch.int64 or numbers.ndim != 1:
+        raise ValueError(f"{label} is {numbers.dtype} {tuple(numbers.shape)}; int64 [samples] is accepted")
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
+        raise ValueError(f"{label} ranges from {int(numbers.min())} to {int(numbers.max())} for {count} {what}")
+
+
+def _as_tensor(sample: Any) -> Tensor:
+    if isinstance(sample, Tensor):
+        return sample
+    array = np.asarray(sample)
+    if array.dtype == np.uint8 and array.ndim in (2, 3) and not isinstance(sample, np.ndarray):
+        # A PIL image: height, width and, for colour, channels last.
+        array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _stack(items: Iterable[Any] | Sized) -> tuple[Tensor, Tensor]:
+    if not len(items):  # type: ignore[arg-type]
+        raise ValueError("the torch dataset is empty")
+    samples, targets = [], []
+    for i in range(len(items)):  # type: ignore[arg-type]
+        sample, target = items[i]  # type: ignore[index]
+        samples.append(_as_tensor(sample))
+        targets.append(torch.as_tensor(target))
+        if samples[i].shape != samples[0].shape or samples[i].dtype != samples[0].dtype:
+            raise ValueError(
+                f"sample {i} is {samples[i].dtype} {tuple(samples[i].shape)}, sample 0 "
+                f"{samples[0].dtype} {tuple(samples[0].shape)}; samples of one shape and dtype are accepted"
+            )
+    return torch.stack(samples), torch.stack(targets)

@@ -1,0 +1,468 @@
+r"""Ways to share a dataset among clients, each from the paper that uses it.
+
+Every partitioner is a function of a dataset, a number of clients and options, and draws from one generator: the same
+generator state gives the same partition. Each ends for every input, or raises ValueError saying why it cannot.
+
+``test`` says where local test sets come from:
+
+* ``"proportional"``: the clients share the training part, and the official test part is cut by the same proportions:
+  a client with 5 % of the training samples of a class gets 5 % of its test samples. The global test is the whole
+  official test part.
+* ``"split"``: the clients share all samples, and every client sets ``test_fraction`` of its own aside. The global test
+  is the union of the local ones.
+* ``"auto"``: proportional where the dataset has a test part, else split.
+
+``validation`` and ``test_fraction`` are fractions of what a client holds; what remains is its training set. The options
+carry their explanation as ``typing.Annotated``; :data:`PARTITIONERS` lists the functions by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from .allocation import allocate, apportion, deal_labels, dirichlet_weights, raise_to_minimum
+from .dataset import Dataset
+from .partition import Partition
+
+__all__ = [
+    "PARTITIONERS",
+    "by_domain",
+    "dirichlet",
+    "dirichlet_meta",
+    "ds1",
+    "ds2",
+    "ds3",
+    "iid",
+    "labels_per_client",
+]
+
+Validation = Annotated[float, "fraction of a client's samples kept for validation"]
+Test = Annotated[
+    str,
+    "local tests: 'proportional' cuts the official test part as the training part is shared, 'split' pools all samples "
+    "and takes test_fraction of each client's, 'auto' is the first where there is a test part",
+]
+TestFraction = Annotated[float, "fraction of a client's samples kept for its test, with test='split'"]
+Alpha = Annotated[float, "concentration of the Dirichlet distribution; the smaller, the more heterogeneous"]
+Minimum = Annotated[int, "every client holds at least so many samples, moved from the largest clients if need be"]
+Server = Annotated[float, "fraction of all samples held out for the server"]
+Balance = Annotated[bool, "a client that holds its equal share n/M already gets none of the next class (PerAda)"]
+PerClass = Annotated[int, "samples of every class that each client gets before the rest is drawn (PerAda: 2)"]
+
+
+def iid(
+    dataset: Dataset,
+    clients: int,
+    *,
+    generator: torch.Generator,
+    validation: Validation = 0.0,
+    test: Test = "auto",
+    test_fraction: TestFraction = 0.2,
+    server: Server = 0.0,
+) -> Partition:
+    """Equally many samples for every client, to within one, drawn uniformly; all are used."""
+
+    def draw(available: Tensor) -> Tensor:
+        return apportion(torch.ones(clients), int(available.sum()), generator)[:, None]
+
+    return allocate(
+        dataset,
+        clients,
+        torch.zeros(len(dataset), dtype=torch.int64),
+        draw,
+        generator=generator,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        server=server,
+        description={"partitioner": "iid", "server": server},
+    )
+
+
+def dirichlet(
+    dataset: Dataset,
+    clients: int,
+    *,
+    generator: torch.Generator,
+    alpha: Alpha = 0.1,
+    balance: Balance = False,
+    minimum: Minimum = 10,
+    per_class: PerClass = 0,
+    server: Server = 0.0,
+    validation: Validation = 0.0,
+    test: Test = "auto",
+    test_fraction: TestFraction = 0.2,
+) -> Partition:
+    r"""Client m gets :math:`d_{cm} n_c` samples of class c, :math:`d_c \sim \mathrm{Dir}_M(\alpha)` for each class.
+
+    As in spectral co-distillation; all samples are used. PerAda's CIFAR-10 is ``alpha=0.1, balance=True, per_class=2,
+    server=0.1``: first ``per_class`` of every class for every client, then the server's share, then class by class
+    Dirichlet weights, with weight zero for clients that already hold :math:`n / M`.
+    """
+    return _dirichlet(
+        dataset,
+        clients,
+        _classes_of(dataset, "dirichlet"),
+        generator=generator,
+        alpha=alpha,
+        balance=balance,
+        minimum=minimum,
+        per_class=per_class,
+        server=server,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        partitioner="dirichlet",
+    )
+
+
+def labels_per_client(
+    dataset: Dataset,
+    clients: int,
+    *,
+    generator: torch.Generator,
+    k: Annotated[int, "classes of each client (PLGU: 3 on CIFAR-10, 10 on CIFAR-100, 30 on TinyImageNet)"] = 3,
+    validation: Validation = 0.0,
+    test: Test = "auto",
+    test_fraction: TestFraction = 0.2,
+) -> Partition:
+    """K classes for every client and equally many samples of each: the same number for all clients (PLGU).
+
+    Classes are dealt so that all have equally many clients, to within one. The number of samples is the largest that
+    every class can give to each of its clients; what the larger classes have beyond that is not used.
+    """
+    has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
+
+    def draw(available: Tensor) -> Tensor:
+        places = has.sum(0)
+        share = available[places > 0] // places[places > 0]
+        each = int(share.min())
+        if each == 0:
+            scarce = int((places > 0).nonzero().flatten()[share.argmin()])
+            raise ValueError(
+                f"class {dataset.classes[scarce]!r} has {int(available[scarce])} samples for {int(places[scarce])} "
+                "clients; use fewer clients or fewer labels per client"
+            )
+        return has.to(torch.int64) * each
+
+    return allocate(
+        dataset,
+        clients,
+        _classes_of(dataset, "labels_per_client"),
+        draw,
+        generator=generator,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        description={"partitioner": "labels_per_client", "k": k},
+    )
+
+
+def ds1(
+    dataset: Dataset,
+    clients: int,
+    *,
+    generator: torch.Generator,
+    k: Annotated[int, "classes of each client; all classes make the clients alike"] = 4,
+    validation: Validation = 0.2,
+    test: Test = "split",
+    test_fraction: TestFraction = 0.2,
+) -> Partition:
+    """PersFL's DS-1: the same total for every client, k classes each, different numbers of samples of each class.
+
+    A client's shares of its classes start uniform on the simplex and are fitted to equal totals and to what the
+    classes have, by scaling rows and columns in turn; a few samples that do not fit remain unused.
+    """
+    has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
+
+    def draw(available: Tensor) -> Tensor:
+        # One sample of each class is certain, and rounding may add one more than the fitted number: so two are set
+        # aside for every place.
+        capacity = (available - 2 * has.sum(0)).double()
+        if bool((capacity < 0).any()):
+            scarce = int(capacity.argmin())
+            raise ValueError(
+                f"class {dataset.classes[scarce]!r} has {int(available[scarce])} samples for "
+                f"{int(has[:, scarce].sum())} clients; use fewer clients or a lower k"
+            )
+        share = has * -torch.log1p(-torch.rand(has.shape, dtype=torch.float64, generator=generator))
+        share = share + has * 1e-9
+        goal = float(capacity.sum()) / clients
+        for _ in range(200):
+            share = share * (goal / share.sum(1, keepdim=True).clamp(min=1e-300))
+            share = share * (capacity / share.sum(0).clamp(min=1e-300)).clamp(max=1.0)
+        total = math.floor(float(share.sum(1).min()) + 1e-9)
+        rows = [
+            apportion(row, total, generator) if total else torch.zeros_like(row, dtype=torch.int64) for row in share
+        ]
+        return torch.stack(rows) + has
+
+    return allocate(
+        dataset,
+        clients,
+        _classes_of(dataset, "ds1"),
+        draw,
+        generator=generator,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        description={"partitioner": "ds1", "k": k},
+    )
+
+
+def ds2(
+    dataset: Dataset,
+    clients: int,
+    *,
+    generator: torch.Generator,
+    alpha: Alpha = 0.9,
+    per_class: PerClass = 5,
+    validation: Validation = 0.2,
+    test: Test = "split",
+    test_fraction: TestFraction = 0.2,
+) -> Partition:
+    r"""PersFL's DS-2: :func:`dirichlet` with :math:`\alpha = 0.9`; all clients have samples of all classes.
+
+    The distribution alone does not promise the latter. Five of each class are enough to leave one of them in the
+    training set after the cut of 60 : 20 : 20.
+    """
+    return _dirichlet(
+        dataset,
+        clients,
+        _classes_of(dataset, "ds2"),
+        generator=generator,
+        alpha=alpha,
+        balance=False,
+        minimum=1,
+        per_class=per_class,
+        server=0.0,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        partitioner="ds2",
+    )
+
+
+def ds3(
+    dataset: Dataset,
+    clients: int,
+    *,
+    generator: torch.Generator,
+    k: Annotated[int, "classes of each client"] = 2,
+    sigma: Annotated[float, "standard deviation of the logarithm of the shares"] = 2.0,
+    minimum: Annotated[int, "samples of each of its classes that a client has at least"] = 10,
+    validation: Validation = 0.2,
+    test: Test = "split",
+    test_fraction: TestFraction = 0.2,
+) -> Partition:
+    r"""PersFL's DS-3: two classes for every client, numbers of samples log-normal.
+
+    Client m has the weight :math:`u_{mc} = e^{\sigma z}`, :math:`z \sim N(0, 1)`, in each of its classes, and a class
+    is shared in proportion to these weights, after ``minimum`` for each. The paper's :math:`\mu = 0` is a common factor
+    of the weights and without effect. All samples of classes that somebody has are used.
+    """
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma is {sigma}; a finite number that is not negative is accepted")
+    if minimum < 1:
+        raise ValueError(f"minimum is {minimum}; at least one sample of each of a client's classes is accepted")
+    has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
+
+    def draw(available: Tensor) -> Tensor:
+        logarithm = sigma * torch.randn(has.shape, dtype=torch.float64, generator=generator)
+        counts = has.to(torch.int64) * minimum
+        left = available - counts.sum(0)
+        if bool((left < 0).any()):
+            scarce = int(left.argmin())
+            raise ValueError(
+                f"class {dataset.classes[scarce]!r} has {int(available[scarce])} samples for "
+                f"{int(has[:, scarce].sum())} clients of {minimum} at least; use fewer clients or a lower minimum"
+            )
+        for c in has.any(0).nonzero().flatten().tolist():
+            holders = has[:, c].nonzero().flatten()
+            counts[holders, c] += apportion(logarithm[holders, c].softmax(0), int(left[c]), generator)
+        return counts
+
+    return allocate(
+        dataset,
+        clients,
+        _classes_of(dataset, "ds3"),
+        draw,
+        generator=generator,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        description={"partitioner": "ds3", "k": k, "sigma": sigma, "minimum": minimum},
+    )
+
+
+def by_domain(
+    dataset: Dataset,
+    clients: Annotated[int | None, "a multiple of the number of domains; None: one for each"] = None,
+    *,
+    generator: torch.Generator,
+    validation: Validation = 0.0,
+    test: Test = "auto",
+    test_fraction: TestFraction = 0.2,
+) -> Partition:
+    """One domain for every client (PerAda's Office-Home); with more clients, equal shares of a domain for each.
+
+    Clients 0, 1, ... have the domains in their order; with twice as many clients, 0 and 1 have the first.
+    """
+    if dataset.domain is None:
+        raise ValueError(f"{dataset.name!r} has no domains; use another partitioner")
+    domains = len(dataset.domains)
+    clients = domains if clients is None else _positive(clients)
+    if clients % domains:
+        raise ValueError(f"{clients} clients for {domains} domains; a multiple of {domains} is accepted")
+    each = clients // domains
+
+    def draw(available: Tensor) -> Tensor:
+        counts = torch.zeros(clients, domains, dtype=torch.int64)
+        for d in range(domains):
+            if int(available[d]) < each:
+                raise ValueError(f"{each} clients for the {int(available[d])} samples of {dataset.domains[d]!r}")
+            counts[d * each : (d + 1) * each, d] = apportion(torch.ones(each), int(available[d]), generator)
+        return counts
+
+    return allocate(
+        dataset,
+        clients,
+        dataset.domain,
+        draw,
+        generator=generator,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        description={"partitioner": "by_domain"},
+    )
+
+
+def dirichlet_meta(
+    dataset: Dataset,
+    clients: int,
+    *,
+    generator: torch.Generator,
+    alpha: Alpha = 0.3,
+    group_below: Annotated[int, "combinations of labels with fewer training samples form one category"] = 2000,
+    minimum: Minimum = 10,
+    server: Server = 0.0,
+    validation: Validation = 0.0,
+    test: Test = "auto",
+    test_fraction: TestFraction = 0.2,
+) -> Partition:
+    """:func:`dirichlet` over the meta-categories of multi-label data (PerAda's CheXpert).
+
+    Each combination of labels is a category; those with fewer than ``group_below`` training samples are one together.
+    """
+    if not dataset.multilabel:
+        raise ValueError(f"{dataset.name!r} has one label for each sample; use dirichlet")
+    combination = (dataset.targets.cpu() > 0).to(torch.uint8).unique(dim=0, return_inverse=True)[1]
+    frequency = torch.bincount(combination[~dataset.is_test.cpu()], minlength=int(combination.max()) + 1)
+    rare = frequency < group_below
+    number = torch.where(rare, (~rare).sum(), (~rare).cumsum(0) - 1)
+    return _dirichlet(
+        dataset,
+        clients,
+        number[combination],
+        generator=generator,
+        alpha=alpha,
+        balance=False,
+        minimum=minimum,
+        per_class=0,
+        server=server,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        partitioner="dirichlet_meta",
+    )
+
+
+PARTITIONERS: dict[str, Callable[..., Partition]] = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "labels_per_client": labels_per_client,
+    "ds1": ds1,
+    "ds2": ds2,
+    "ds3": ds3,
+    "by_domain": by_domain,
+    "dirichlet_meta": dirichlet_meta,
+}
+
+
+def _positive(clients: int) -> int:
+    if clients < 1:
+        raise ValueError(f"{clients} clients; at least one is accepted")
+    return clients
+
+
+def _classes_of(dataset: Dataset, partitioner: str) -> Tensor:
+    if dataset.multilabel:
+        raise ValueError(
+            f"{partitioner} shares classes, and the samples of {dataset.name!r} have several labels; "
+            "use dirichlet_meta, iid or by_domain"
+        )
+    return dataset.targets
+
+
+def _dirichlet(
+    dataset: Dataset,
+    clients: int,
+    category: Tensor,
+    *,
+    generator: torch.Generator,
+    alpha: float,
+    balance: bool,
+    minimum: int,
+    per_class: int,
+    server: float,
+    validation: float,
+    test: str,
+    test_fraction: float,
+    partitioner: str,
+) -> Partition:
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"alpha is {alpha}; a positive, finite number is accepted")
+    if minimum < 1 or per_class < 0:
+        raise ValueError(f"minimum is {minimum}, per_class {per_class}; from 1 and from 0 on are accepted")
+
+    def draw(available: Tensor) -> Tensor:
+        counts = torch.zeros(clients, len(available), dtype=torch.int64)
+        first = per_class * len(available)  # what each client holds before this
+        equal = first + int(available.sum()) / clients
+        # In random order: under the balance rule the last classes go to whoever has room.
+        for c in torch.randperm(len(available), generator=generator).tolist():
+            weights = dirichlet_weights(alpha, clients, generator)
+            if balance:
+                room = first + counts.sum(1) < equal
+                # Where all the weight was on full clients, those with room share the class equally.
+                weights = torch.where(room, weights, 0.0)
+                weights = weights if float(weights.sum()) > 0 else room.double()
+            if int(available[c]):
+                counts[:, c] = apportion(weights, int(available[c]), generator)
+        return raise_to_minimum(counts, max(minimum - first, 0), generator)
+
+    return allocate(
+        dataset,
+        clients,
+        category,
+        draw,
+        generator=generator,
+        validation=validation,
+        test=test,
+        test_fraction=test_fraction,
+        server=server,
+        per_category=per_class,
+        description={
+            "partitioner": partitioner,
+            "alpha": alpha,
+            "balance": balance,
+            "minimum": minimum,
+            "per_class": per_class,
+            "server": server,
+        },
+    )

@@ -1,0 +1,79 @@
+"""A picture of a partition: how much each client has, and of which classes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from .dataset import Dataset
+from .partition import PARTS, Partition
+
+__all__ = ["draw_partition"]
+
+
+def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLike[str]) -> Path:
+    """Write a picture, of the format that the ending of ``path`` names, with two panels over the clients.
+
+    Above, the samples of each client, by part. Below, its training samples of each class: the area of a circle is their
+    number, or, where circles would be too small to see, the darkness of a cell is.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError("drawing a partition needs matplotlib: pip install matplotlib") from error
+
+    counts = partition.counts(dataset)
+    clients, classes = counts.shape
+    figure = Figure(
+        figsize=(min(3 + 0.32 * clients, 16), 2.2 + min(1 + 0.26 * classes, 9)), layout="constrained", dpi=120
+    )
+    FigureCanvasAgg(figure)
+    sizes, composition = figure.subplots(
+        2, 1, sharex=True, height_ratios=(2.2, min(1 + 0.26 * classes, 9)), squeeze=True
+    )
+
+    bottom = torch.zeros(clients, dtype=torch.int64)
+    for part, colour in zip(PARTS, ("#3b6ea5", "#e0a030", "#9a9a9a"), strict=True):
+        height = torch.tensor([len(indices) for indices in getattr(partition, part)])
+        if int(height.sum()):
+            sizes.bar(range(clients), height.tolist(), 0.8, bottom.tolist(), color=colour, label=part)
+            bottom += height
+    sizes.set_ylabel("samples")
+    # Beside the bars: any place inside would hide some client's.
+    sizes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    sizes.spines[["top", "right"]].set_visible(False)
+
+    if clients <= 50 and classes <= 30:
+        at = counts.nonzero()
+        area = counts[at[:, 0], at[:, 1]] / counts.max()
+        composition.scatter(at[:, 0].tolist(), at[:, 1].tolist(), s=(150 * area).tolist(), color="#3b6ea5", linewidth=0)
+        composition.set_axisbelow(True)
+        composition.grid(color="#e8e8e8", linewidth=0.6)
+    else:
+        shade = composition.imshow(
+            counts.T.double().sqrt().numpy(), aspect="auto", origin="lower", cmap="Blues", interpolation="nearest"
+        )
+        bar = figure.colorbar(shade, ax=composition, label="samples")
+        bar.ax.yaxis.set_major_formatter(lambda root, _: f"{root * root:.0f}")
+    composition.set_xlabel("client")
+    composition.set_xlim(-0.7, clients - 0.3)
+    composition.set_ylim(-0.7, classes - 0.3)
+    composition.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if classes <= 30:
+        composition.set_yticks(range(classes), dataset.classes, fontsize="small")
+    else:
+        composition.set_ylabel("class")
+        composition.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+    how = partition.description
+    options = ("alpha", "k", "sigma")
+    title = [f"{how.get('partitioner', 'partition')} of {dataset.name}", f"{clients} clients"]
+    sizes.set_title(", ".join(title + [f"{key} = {how[key]:g}" for key in options if key in how]), fontsize="medium")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

@@ -1,0 +1,142 @@
+"""Datasets by name, from files that are there, or downloaded when that is allowed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .archive import read_npz
+from .cifar import CIFAR, read_cifar
+from .dataset import Dataset
+from .folder import read_folder
+from .idx import FILES, read_mnist
+
+__all__ = ["SOURCES", "load"]
+
+SOURCES = {
+    "digits": "scikit-learn's 1,797 digits of 8 x 8 pixels, 10 classes; part of its package, no download",
+    "mnist": "70,000 digits of 28 x 28 pixels, 10 classes",
+    "fashion-mnist": "70,000 pieces of clothing of 28 x 28 pixels, 10 classes",
+    "cifar10": "60,000 photographs of 32 x 32 pixels, 10 classes",
+    "cifar100": "60,000 photographs of 32 x 32 pixels, 100 classes",
+    "folder:PATH": "images in PATH/<class>, PATH/train/<class>, PATH/<domain>/<class>, or TinyImageNet; folder:PATH@64 "
+    "scales them to 64 x 64",
+    "npz:PATH": "a NumPy archive with x_<domain> and y_<domain>, or x_train, y_train, x_test, y_test",
+}
+
+MNIST_FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # torchvision's
+
+
+def load(name: str, root: Path | str | None = None, download: bool = False) -> Dataset:
+    """A dataset by its name; :data:`SOURCES` lists them.
+
+    Args:
+        name: one of the names, or ``folder:PATH``, ``folder:PATH@SIZE``, ``npz:PATH``.
+        root: the folder with the files of MNIST, Fashion-MNIST and CIFAR; by default what the environment variable
+            ``PFL_EXT_DATA`` names, else ``data``.
+        download: let torchvision download what is not there into ``root``.
+    """
+    kind, _, argument = name.partition(":")
+    if kind == "npz" and argument:
+        return read_npz(Path(argument).expanduser())
+    if kind == "folder" and argument:
+        path, _, size = argument.rpartition("@")
+        if path and size.isdigit() and int(size) > 0:
+            return read_folder(Path(path).expanduser(), int(size))
+        return read_folder(Path(argument).expanduser())
+    if name == "digits":
+        return _digits()
+    root = Path(root if root is not None else os.environ.get("PFL_EXT_DATA", "data")).expanduser()
+    if name in MNIST_FOLDERS:
+        return _found(name, root, download, _mnist, _download_mnist)
+    if name in CIFAR:
+        return _found(name, root, download, _cifar, _download_cifar)
+    raise ValueError(f"there is no dataset {name!r}; known are {', '.join(SOURCES)}")
+
+
+def _digits() -> Dataset:
+    """The embedded default. It has no official test part; every fifth sample is one here, in every class alike."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError("the digits are part of scikit-learn: pip install scikit-learn") from error
+    bunch = load_digits()
+    inputs = torch.from_numpy(bunch.images).to(torch.uint8)[:, None]  # 0 to 16
+    targets = torch.from_numpy(bunch.target).to(torch.int64)
+    order = targets.sort(stable=True).indices
+    is_test = torch.zeros(len(targets), dtype=torch.bool)
+    is_test[order[4::5]] = True
+    return Dataset.from_tensors(
+        inputs[~is_test],
+        targets[~is_test],
+        inputs[is_test],
+        targets[is_test],
+        name="digits",
+        classes=tuple("0123456789"),
+    )
+
+
+def _found(
+    name: str,
+    root: Path,
+    download: bool,
+    read: Callable[[str, Path], Dataset | str],
+    fetch: Callable[[str, Path], None],
+) -> Dataset:
+    result = read(name, root)
+    if isinstance(result, str) and download:
+        fetch(name, root)
+        result = read(name, root)
+    if isinstance(result, str):
+        raise FileNotFoundError(
+            f"{name} is not in {root.absolute()}. Expected there: {result}. Name the folder that has them, in root or "
+            "the environment variable PFL_EXT_DATA, or allow the download (download=True), which fetches them with "
+            "torchvision into that folder."
+        )
+    return result
+
+
+def _mnist(name: str, root: Path) -> Dataset | str:
+    for folder in (root / MNIST_FOLDERS[name] / "raw", root / MNIST_FOLDERS[name]):
+        paths = [
+            next((path for path in (folder / file, folder / f"{file}.gz") if path.is_file()), None) for file in FILES
+        ]
+        if all(paths):
+            return read_mnist(name, tuple(path for path in paths if path is not None))
+    return f"{MNIST_FOLDERS[name]}/raw/ with {', '.join(FILES)} (each also as .gz)"
+
+
+def _cifar(name: str, root: Path) -> Dataset | str:
+    layout = CIFAR[name]
+    files = (*layout.train, layout.test)
+    for folder, suffix in ((layout.binary_folder, ".bin"), (layout.python_folder, "")):
+        if all((root / folder / f"{file}{suffix}").is_file() for file in files):
+            return read_cifar(name, root / folder)
+    return (
+        f"{layout.binary_folder}/ with {', '.join(f'{file}.bin' for file in files)} (the official binary version), or "
+        f"{layout.python_folder}/ with {', '.join(files)} (the Python version, as torchvision downloads it)"
+    )
+
+
+def _download_mnist(name: str, root: Path) -> None:
+    datasets = _torchvision()
+    getattr(datasets, MNIST_FOLDERS[name])(root, download=True)
+
+
+def _download_cifar(name: str, root: Path) -> None:
+    datasets = _torchvision()
+    source = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
+    # Not through the class: that would unpickle the files; its reader does not limit what they may name.
+    datasets.utils.download_and_extract_archive(source.url, root, filename=source.filename, md5=source.tgz_md5)
+
+
+def _torchvision() -> Any:
+    try:
+        from torchvision import datasets
+    except (ImportError, RuntimeError) as error:  # RuntimeError: beside a torch that it was not built for
+        raise ImportError(f"downloading needs a torchvision that works with this torch ({error})") from error
+    return datasets
