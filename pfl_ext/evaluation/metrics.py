@@ -1,0 +1,95 @@
+"""Accuracy, loss and AUC of one model on one set of samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
+
+__all__ = ["classification_metrics"]
+
+
+def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
+    r"""Accuracy, mean loss and macro AUC of a model's outputs.
+
+    With one class a sample (``targets`` of shape [n]):
+
+    - accuracy: the share of samples whose largest logit is the target's;
+    - loss: mean cross-entropy, :math:`-\frac1n \sum_i \log p_{i,y_i}` with :math:`p = \mathrm{softmax}(z)`;
+    - auc: one-vs-rest over the probabilities, averaged over the classes.
+
+    With several labels a sample (``targets`` of shape [n, labels], zeros and ones): sigmoids instead of the softmax,
+    the mean binary cross-entropy, the share of right decisions at probability 0.5, and the mean of the labels' AUC.
+
+    The AUC of a class is the probability that a random positive sample scores above a random negative one, a tie
+    counting half. With :math:`r_i` the rank of sample i (ties share the mean of theirs), P positives and N negatives,
+
+    .. math:: \mathrm{AUC} = \frac{\sum_{i \in P} r_i - P (P + 1) / 2}{P N}.
+
+    A class without positives or without negatives has no AUC and is left out of the mean, so clients that hold few
+    classes are judged on those.
+
+    Args:
+        logits: [n, classes], floating point, on any device. Everything is computed in float64.
+        targets: [n] class numbers, or [n, labels] of zeros and ones, of any dtype.
+
+    Returns:
+        ``{"accuracy", "loss", "auc"}``; all NaN without samples. The AUC is NaN where no class has one, and where a
+        logit is not finite; the loss then is what the formula gives, and a sample with a NaN logit counts as wrong.
+
+    Raises:
+        ValueError: shapes that do not fit, a class number out of range, a label that is neither 0 nor 1.
+    """
+    several = targets.dim() == 2
+    expected = logits.shape if several else logits.shape[:1]
+    if logits.dim() != 2 or not logits.is_floating_point() or targets.shape != expected:
+        raise ValueError(
+            "classification_metrics takes floating-point logits [n, classes] with targets [n], or [n, labels] like the "
+            f"logits; got logits {logits.dtype} {list(logits.shape)} and targets {targets.dtype} {list(targets.shape)}"
+        )
+    if len(logits) == 0:
+        return {"accuracy": float("nan"), "loss": float("nan"), "auc": float("nan")}
+
+    # In float32 the probabilities of confident samples round to equal ones, which the AUC would take for ties.
+    scores = logits.detach().double()
+    targets = targets.detach().to(scores.device)
+    broken = scores.isnan()
+    if several:
+        positives = targets == 1
+        if not (positives | (targets == 0)).all():
+            raise ValueError("the labels of [n, labels] targets must be 0 or 1; leave out samples with unknown labels")
+        loss = binary_cross_entropy_with_logits(scores, positives.double())
+        right = ((scores > 0) == positives) & ~broken
+    else:
+        targets = targets.long()
+        if targets.min() < 0 or targets.max() >= logits.shape[1]:
+            raise ValueError(
+                f"targets must be class numbers from 0 to {logits.shape[1] - 1}, as many as the logits have columns; "
+                f"got {int(targets.min())} to {int(targets.max())}"
+            )
+        right = (scores.argmax(1) == targets) & ~broken.any(1)
+        scores = log_softmax(scores, 1)
+        loss = -scores.gather(1, targets[:, None]).mean()
+        positives = targets[:, None] == torch.arange(logits.shape[1], device=scores.device)
+
+    auc = float("nan")
+    if logits.isfinite().all():
+        auc = _macro_auc(scores.T.cpu().numpy(), positives.T.cpu().numpy())
+    accuracy, loss_value = torch.stack([right.double().mean(), loss]).tolist()
+    return {"accuracy": accuracy, "loss": loss_value, "auc": auc}
+
+
+def _macro_auc(scores: np.ndarray, positives: np.ndarray) -> float:
+    """The mean AUC over the rows of ``scores`` [classes, n] that have positives and negatives; NaN if none has."""
+    # NumPy, because it sorts without the indices that torch's sort always makes: an eighth of the time for [10, 5000].
+    areas = []
+    for score, positive in zip(scores, positives, strict=True):
+        p = int(positive.sum())
+        pairs = p * (len(score) - p)
+        if pairs:
+            ordered, found = np.sort(score), np.sort(score[positive])
+            # Of equal scores the ranks are below + 1 .. up_to: twice their mean is an integer, so the sum is exact.
+            below, up_to = (np.searchsorted(ordered, found, side).sum() for side in ("left", "right"))
+            areas.append((int(below + up_to) + p - p * (p + 1)) / (2 * pairs))
+    return sum(areas) / len(areas) if areas else float("nan")

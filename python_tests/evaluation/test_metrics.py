@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
+
+from pfl_ext.evaluation import classification_metrics
+
+
+def auc_by_pairs(score: torch.Tensor, positive: torch.Tensor) -> float:
+    """The definition: the share of (positive, negative) pairs in the right order, a tie counting half."""
+    difference = score[positive][:, None] - score[~positive][None, :]
+    return float(((difference > 0).double() + 0.5 * (difference == 0).double()).mean())
+
+
+def macro_auc_by_pairs(scores: torch.Tensor, positives: torch.Tensor) -> float:
+    areas = [
+        auc_by_pairs(scores[:, c], positives[:, c])
+        for c in range(scores.shape[1])
+        if 0 < positives[:, c].sum() < len(scores)
+    ]
+    return sum(areas) / len(areas) if areas else math.nan
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 25), classes=st.integers(1, 5), levels=st.integers(1, 4), seed=st.integers(0, 2**20))
+def test_auc_is_the_share_of_ordered_pairs_with_ties_and_missing_classes(n, classes, levels, seed):
+    generator = torch.Generator().manual_seed(seed)
+    # Logits of few levels in each column give ties; the softmax keeps a tie of two equal rows.
+    rows = torch.randn(levels, classes, generator=generator)
+    logits = rows[torch.randint(levels, (n,), generator=generator)]
+    targets = torch.randint(classes, (n,), generator=generator)
+    expected = macro_auc_by_pairs(logits.double().log_softmax(1), one_hot(targets, classes).bool())
+    # Exact counts, then a division for each class and a mean: a few roundings.
+    assert classification_metrics(logits, targets)["auc"] == pytest.approx(expected, rel=1e-14, nan_ok=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 25), labels=st.integers(1, 5), levels=st.integers(1, 4), seed=st.integers(0, 2**20))
+def test_multi_label_metrics_follow_their_definitions(n, labels, levels, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-levels, levels, (n, labels), generator=generator) / 2
+    targets = torch.randint(2, (n, labels), generator=generator)
+    metrics = classification_metrics(logits, targets)
+    assert metrics["auc"] == pytest.approx(macro_auc_by_pairs(logits, targets.bool()), rel=1e-14, nan_ok=True)
+    assert metrics["accuracy"] == pytest.approx(float(((logits.sigmoid() > 0.5) == targets.bool()).double().mean()))
+    assert metrics["loss"] == pytest.approx(float(binary_cross_entropy_with_logits(logits.double(), targets.double())))
+    assert metrics == pytest.approx(classification_metrics(logits, targets.float()), nan_ok=True)
+
+
+def test_accuracy_and_loss_are_torchs():
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(200, 7, generator=generator), torch.randint(7, (200,), generator=generator)
+    metrics = classification_metrics(logits, targets)
+    assert metrics["accuracy"] == float((logits.argmax(1) == targets).double().mean())
+    assert metrics["loss"] == pytest.approx(float(cross_entropy(logits.double(), targets)), rel=1e-14)
+
+
+def test_confident_samples_are_no_ties():
+    # In float32 both samples have probability 1 for class 0, and an AUC of 0.5.
+    logits = torch.tensor([[30.0, 0.0], [25.0, 0.0]])
+    assert classification_metrics(logits, torch.tensor([0, 1]))["auc"] == 1.0
+
+
+def test_scores_are_probabilities_not_logits():
+    # By the logit of class 0 the second sample comes first, by its probability the first one does.
+    logits = torch.tensor([[1.0, 0.0], [2.0, 5.0]])
+    assert classification_metrics(logits, torch.tensor([0, 1]))["auc"] == 1.0
+
+
+def test_a_client_with_one_class_has_no_auc():
+    metrics = classification_metrics(torch.eye(3), torch.zeros(3, dtype=torch.int64))
+    assert math.isnan(metrics["auc"])
+    assert metrics["accuracy"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)])
+def test_without_samples_everything_is_nan(targets):
+    metrics = classification_metrics(torch.zeros(0, 4), targets)
+    assert list(metrics) == ["accuracy", "loss", "auc"]
+    assert all(math.isnan(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_nan_logits_count_as_wrong_and_show_in_the_loss(several):
+    logits = torch.tensor([[2.0, -1.0], [math.nan, 0.0]])
+    targets = torch.tensor([[1, 0], [0, 0]]) if several else torch.tensor([0, 0])
+    metrics = classification_metrics(logits, targets)
+    assert metrics["accuracy"] == (0.75 if several else 0.5)
+    assert math.isnan(metrics["loss"])
+    assert math.isnan(metrics["auc"])
+
+
+def test_an_impossible_target_costs_an_infinite_loss():
+    logits = torch.tensor([[0.0, -math.inf], [0.0, 1.0]])
+    metrics = classification_metrics(logits, torch.tensor([1, 0]))
+    assert metrics["loss"] == math.inf
+    assert math.isnan(metrics["auc"])
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "message"),
+    [
+        (torch.zeros(3), torch.zeros(3), "logits torch.float32 \\[3\\]"),
+        (torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3), "floating-point"),
+        (torch.zeros(3, 2), torch.zeros(4), "targets torch.float32 \\[4\\]"),
+        (torch.zeros(3, 2), torch.zeros(3, 5), "targets torch.float32 \\[3, 5\\]"),
+        (torch.zeros(3, 2), torch.tensor([0, 1, 2]), "from 0 to 1.*got 0 to 2"),
+        (torch.zeros(3, 2), torch.tensor([0, 1, -100]), "got -100 to 1"),
+        (torch.zeros(1, 2), torch.tensor([[0.5, 1.0]]), "must be 0 or 1"),
+    ],
+)
+def test_what_does_not_fit_is_named(logits, targets, message):
+    with pytest.raises(ValueError, match=message):
+        classification_metrics(logits, targets)
