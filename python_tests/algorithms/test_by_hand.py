@@ -1,0 +1,297 @@
+"""One client, one or two steps, by hand in float64 against the equations of each method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pfl_ext.algorithms import METHODS, Ditto, FedAvg, FedAvgFT, FedProx, PersFL, Standalone
+from pfl_ext.algorithms.fedavg import average
+from pfl_ext.federation import Client, Uploads
+
+Turn = Callable[..., tuple[Any, Client]]
+LR = 0.1
+
+
+def _gradient(
+    client: Client, state: Tensor, batch: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Tensor:
+    """The gradient of the loss at a state, as a vector, by autograd on a plain module."""
+    client.model.load(state)
+    logits = client.model.module(batch.inputs)
+    objective = F.cross_entropy(logits, batch.targets) if loss is None else loss(logits, batch.targets)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(client.model.module.parameters()))])
+
+
+def _steps(client: Client, name: str, count: int, size: int = 4) -> list[Any]:
+    return list(client.batches(size, steps=count, name=name))
+
+
+def test_fedavg_takes_sgd_steps_from_the_global_model(turn: Turn) -> None:
+    turns, client = turn(FedAvg(lr=LR, batch_size=4))
+    start = turns.server["model"]
+    w = start.clone()
+    for batch in _steps(client, "batches", 2):
+        w = w - LR * _gradient(client, w, batch)
+    sent = turns.method.client_round(client, {"model": start})
+    torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-14)
+    assert not torch.equal(w, start)
+
+
+def test_momentum_and_weight_decay_are_those_of_torchs_sgd(turn: Turn) -> None:
+    method = FedAvg(lr=LR, batch_size=4, momentum=0.5, weight_decay=0.01)
+    turns, client = turn(method)
+    start = turns.server["model"].clone()
+    client.model.load(start)
+    optimizer = torch.optim.SGD(client.model.module.parameters(), lr=LR, momentum=0.5, weight_decay=0.01)
+    for batch in _steps(client, "batches", 2):
+        optimizer.zero_grad()
+        F.cross_entropy(client.model.module(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    expected = client.model.state()
+    sent = method.client_round(client, {"model": start})
+    torch.testing.assert_close(sent["model"], expected, rtol=0, atol=1e-14)
+
+
+def test_the_server_weighs_clients_by_samples() -> None:
+    uploads = Uploads([0, 2], [3, 1], [{"model": torch.tensor([1.0, 2.0])}, {"model": torch.tensor([5.0, 6.0])}])
+    server: dict[str, Tensor] = {}
+    FedAvg().server_round(server, uploads)
+    assert server["model"].tolist() == [2.0, 3.0]
+    assert torch.equal(average(uploads), server["model"])
+
+
+def test_fedprox_is_held_near_the_global_model(turn: Turn) -> None:
+    mu = 0.7
+    turns, client = turn(FedProx(lr=LR, batch_size=4, mu=mu))
+    start = turns.server["model"]
+    w = start.clone()
+    for batch in _steps(client, "batches", 2):
+        w = w - LR * (_gradient(client, w, batch) + mu * (w - start))
+    sent = turns.method.client_round(client, {"model": start})
+    torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-14)
+
+
+def test_fedprox_without_its_term_is_fedavg(turn: Turn) -> None:
+    turns, client = turn(FedProx(lr=LR, mu=0.0))
+    plain, other = turn(FedAvg(lr=LR))
+    start = {"model": turns.server["model"]}
+    assert torch.equal(
+        turns.method.client_round(client, start)["model"], plain.method.client_round(other, start)["model"]
+    )
+
+
+def test_the_proximal_terms_are_not_dead(turn: Turn) -> None:
+    for strong, weak in ((FedProx(lr=LR, mu=2.0), FedProx(lr=LR)), (Ditto(lr=LR, lam=2.0), Ditto(lr=LR, lam=0.0))):
+        results = []
+        for method in (strong, weak):
+            turns, client = turn(method)
+            if isinstance(method, Ditto):
+                client["personal"] = turns.server["model"] + 1
+            sent = method.client_round(client, {"model": turns.server["model"]})
+            results.append(client["personal"] if isinstance(method, Ditto) else sent["model"])
+        assert not torch.equal(*results)
+
+
+def test_dittos_personal_model_is_held_near_the_received_one(turn: Turn) -> None:
+    lam = 0.5
+    turns, client = turn(Ditto(lr=LR, batch_size=4, lam=lam))
+    w = turns.server["model"]
+    v = w + 0.25
+    client["personal"] = v
+    for batch in _steps(client, "personal", 2):
+        v = v - LR * (_gradient(client, v, batch) + lam * (v - w))
+    sent = turns.method.client_round(client, {"model": w})
+    torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
+    plain, other = turn(FedAvg(lr=LR, batch_size=4))
+    assert torch.equal(sent["model"], plain.method.client_round(other, {"model": w})["model"])  # w_k is FedAvg's
+
+
+def test_standalone_goes_on_from_its_own_model_and_sends_nothing(turn: Turn) -> None:
+    turns, client = turn(Standalone(lr=LR, batch_size=4))
+    v = client["personal"] + 0.5
+    client["personal"] = v
+    for batch in _steps(client, "batches", 2):
+        v = v - LR * _gradient(client, v, batch)
+    assert turns.method.client_round(client, {}) == {}
+    torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
+
+
+def test_fine_tuning_starts_at_the_last_global_model(turn: Turn) -> None:
+    turns, client = turn(FedAvgFT(lr=LR, batch_size=4, fine_tune_epochs=1))
+    w = turns.server["model"] + 0.1
+    v = w.clone()
+    for batch in _steps(client, "fine-tune", 2):
+        v = v - LR * _gradient(client, v, batch)
+    turns.method.personalize(client, {"model": w})
+    torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
+    assert set(turns.method.evaluated(client, {"model": w})) == {"global", "personal"}
+
+
+# ---- PersFL ----------------------------------------------------------------------------------------------------------
+
+
+def _persfl(**options: Any) -> PersFL:
+    return PersFL(**{"lr": LR, "batch_size": 4, "distill_epochs": 1, **options})
+
+
+def test_the_grid_is_table_5s_with_one_point_without_imitation() -> None:
+    points = PersFL().points()
+    assert len(points) == 1 + 7 * 4 and points[0] == (1.0, 0.0)
+    assert {t for t, _ in points} == {1, 5, 9, 13, 17, 21, 25} and {x for _, x in points} == {0, 0.25, 0.5, 0.75, 1}
+
+
+def test_a_client_keeps_the_received_model_with_the_lowest_validation_loss(turn: Turn) -> None:
+    method = _persfl()
+    turns, client = turn(method)
+    first = turns.server["model"]
+    client.model.load(first)
+    loss = client.loss(client.validation)
+    worse = first.clone()
+    worse[-3:] += torch.tensor([50.0, -50.0, 0.0])
+    for round, received in ((2, worse), (3, first), (4, worse)):
+        client.round = round
+        method.client_round(client, {"model": received})
+    assert torch.equal(client["teacher"], first)
+    assert client["teacher_round"].item() == 2  # G_2 arrives in round 3
+    assert client["teacher_loss"].item() == pytest.approx(loss, rel=1e-12)
+
+
+def test_the_initial_model_is_no_teacher(turn: Turn) -> None:
+    method = _persfl()
+    turns, client = turn(method, round=1)
+    method.client_round(client, {"model": turns.server["model"]})
+    assert "teacher" not in client
+
+
+@pytest.mark.parametrize("soft", ["kl", "ce"])
+@pytest.mark.parametrize("grid", ["one-by-one", "batched"])
+def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
+    temperature, lam = 5.0, 0.75
+    method = _persfl(temperatures=(temperature,), lambdas=(lam,), grid=grid, soft=soft)
+    turns, client = turn(method)
+    teacher = turns.server["model"] + 0.3
+    a = teacher.clone()
+    for batch in _steps(client, "distillation", 2):
+        client.model.load(teacher)
+        o = client.model.module(batch.inputs).detach()
+
+        def loss(logits: Tensor, targets: Tensor, o: Tensor = o) -> Tensor:
+            target = F.softmax(o / temperature, -1)
+            log_p = F.log_softmax(logits / temperature, -1)
+            term = F.kl_div(log_p, target, reduction="batchmean") if soft == "kl" else -(target * log_p).sum(-1).mean()
+            return (1 - lam) * F.cross_entropy(logits, targets) + lam * temperature**2 * term
+
+        a = a - LR * _gradient(client, a, batch, loss)
+    method.personalize(client, {"model": teacher, "best": teacher})
+    torch.testing.assert_close(client["personal"], a, rtol=0, atol=1e-12)
+    assert client.report["temperature"] == temperature and client.report["lambda"] == lam
+
+
+def test_the_soft_term_is_not_dead(turn: Turn) -> None:
+    results = []
+    for lam in (0.0, 0.5):
+        method = _persfl(temperatures=(5.0,), lambdas=(lam,))
+        turns, client = turn(method)
+        method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+        results.append(client["personal"])
+    assert (results[0] - results[1]).abs().max() > 1e-4
+
+
+def test_both_ways_through_the_grid_choose_the_same_point_and_model(turn: Turn) -> None:
+    found = []
+    for grid in ("one-by-one", "batched"):
+        method = _persfl(grid=grid, distill_epochs=3, momentum=0.5, weight_decay=0.01)
+        turns, client = turn(method)
+        method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+        found.append((client["personal"], client.report["temperature"], client.report["lambda"]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-12)
+    assert found[0][1:] == found[1][1:]
+
+
+def test_the_chosen_student_has_the_highest_validation_accuracy_of_the_grid(turn: Turn) -> None:
+    method = _persfl(distill_epochs=4)
+    turns, client = turn(method)
+    method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+    accuracies = []
+    for student in method._one_by_one(client, client.logits(client.train)[0]):
+        client.model.load(student)
+        logits, targets = client.logits(client.validation)
+        accuracies.append(float((logits.argmax(-1) == targets).double().mean()))
+    assert client.report["distilled_validation_accuracy"] == max(accuracies)
+
+
+def test_the_last_model_as_teacher_is_the_ablation_of_table_4(turn: Turn) -> None:
+    method = _persfl(teacher="last")
+    turns, client = turn(method, round=9)
+    client["teacher"], client["teacher_loss"] = turns.server["model"], torch.tensor([0.0], dtype=torch.float64)
+    last = turns.server["model"] + 1
+    method.personalize(client, {"model": last, "best": turns.server["model"]})
+    assert torch.equal(client["teacher"], last) and client.report["teacher_round"] == 9
+
+
+def test_a_new_user_takes_the_better_of_the_best_and_the_last_global_model(turn: Turn) -> None:
+    method = _persfl()
+    turns, client = turn(method, round=9)
+    good = turns.server["model"]
+    bad = good.clone()
+    bad[-3:] += torch.tensor([50.0, -50.0, 0.0])
+    method.personalize(client, {"model": bad, "best": good})
+    assert torch.equal(client["teacher"], good)
+    turns, client = turn(method, round=9)
+    method.personalize(client, {"model": good, "best": bad})
+    assert torch.equal(client["teacher"], good) and client.report["teacher_round"] == 9
+
+
+def test_the_server_keeps_the_model_the_clients_found_best() -> None:
+    method = PersFL()
+    server = {name: torch.tensor([0.0]) for name in ("model", "best")}
+    server["best_loss"] = torch.tensor([float("inf")], dtype=torch.float64)
+    for value, loss in ((1.0, 0.9), (2.0, 0.5), (3.0, 0.7)):
+        sent = {"model": torch.tensor([value]), "validation_loss": torch.tensor([loss], dtype=torch.float64)}
+        method.server_round(server, Uploads([0], [1], [sent]))
+    # The losses are of the models that the clients received: 0, 1 and 2.
+    assert server["best"].item() == 1.0 and server["best_loss"].item() == 0.5 and server["model"].item() == 3.0
+
+
+def test_persfl_without_validation_data_is_refused(partition: Any) -> None:
+    import dataclasses
+
+    empty = tuple(part[:0] for part in partition.validation)
+    with pytest.raises(ValueError, match="3 of 3 clients have none"):
+        PersFL().check_data(dataclasses.replace(partition, validation=empty))
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("fedavg", "lr", 0.0),
+        ("fedavg", "lr", float("nan")),
+        ("fedavg", "momentum", 1.0),
+        ("fedavg", "batch_size", 0),
+        ("fedprox", "mu", -1.0),
+        ("ditto", "lam", -0.1),
+        ("persfl", "temperatures", (0.0,)),
+        ("persfl", "lambdas", (1.5,)),
+        ("persfl", "teacher", "best"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option} is"):
+        METHODS[name](**{option: value})
+
+
+def test_networks_of_linear_layers_are_trained_at_once() -> None:
+    from pfl_ext.algorithms.persfl import _only_linear
+    from pfl_ext.nn import lenet, mlp
+
+    assert _only_linear(mlp((4,), 3)) and not _only_linear(lenet((3, 32, 32), 10))
+    assert not _only_linear(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
