@@ -1,15 +1,29 @@
 """Metrics, their distribution over clients and rounds, results folders, tables, plots and the progress display."""
 
+from .events import TensorBoard, tensorboard
 from .metrics import classification_metrics
+from .plots import accuracy_curves, client_distribution
+from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
 from .summary import best_rounds, summarize
+from .tables import Spread, comparison, per_user, table, transpose
 
 __all__ = [
+    "Progress",
     "ResultsError",
     "ResultsFolder",
     "Runs",
+    "Spread",
+    "TensorBoard",
+    "accuracy_curves",
     "best_rounds",
     "classification_metrics",
+    "client_distribution",
+    "comparison",
+    "per_user",
     "summarize",
+    "table",
+    "tensorboard",
+    "transpose",
     "versions",
 ]

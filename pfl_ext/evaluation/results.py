@@ -146,7 +146,7 @@ class ResultsFolder:
 
     def write_csv(self) -> None:
         """Make metrics.csv from metrics.jsonl: a line a round, ``personal/test/accuracy/mean`` the name of a column."""
-        self._write_table("metrics.csv", [_flat(record) for record in self.records()])
+        self._write_table("metrics.csv", [flatten(record) for record in self.records()])
 
     def _read(self) -> tuple[list[dict[str, Any]], bool]:
         """The records, and whether the file is exactly these lines."""
@@ -310,8 +310,8 @@ def _number(cell: str) -> int | float | str:
     return cell
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """One level of ``a/b/c`` names; the list of clients as their number, the models without a prefix."""
+def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with one level of ``a/b/c`` names; the list of clients as their number, the models without a prefix."""
     cells: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:

@@ -1,0 +1,193 @@
+"""Pictures of runs: accuracy over the rounds, and how it is spread over the clients."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .results import ResultsFolder, Runs
+from .summary import best_rounds, summarize
+from .tables import client_values, folders_of, models_of, scale_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["accuracy_curves", "client_distribution"]
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart, without the yellow that is too pale for
+# lines. Beyond seven methods they repeat, and the markers go on to differ.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*")
+_LINES = {"personal": "-", "global": (0, (4, 2))}
+_RING: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 8,
+    "markerfacecolor": "white",
+    "markeredgewidth": 1.6,
+    "linestyle": "",
+}
+
+
+def accuracy_curves(
+    runs: Runs, path: str | os.PathLike[str], metric: str = "accuracy", statistic: str = "mean", split: str = "test"
+) -> None:
+    """Draw the local-test metric over the rounds: a colour a method, solid for personal models, dashed for global.
+
+    A ring marks the round that is best by validation. Of several seeds the mean is drawn, with a band of one standard
+    deviation around it.
+
+    Args:
+        runs: As for `comparison`.
+        path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
+        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        statistic: Over the clients: a key of `summarize`.
+        split: ``"test"`` or ``"validation"``.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: no run was evaluated.
+    """
+    histories = {name: [folder.records() for folder in folders_of(run)] for name, run in runs.items()}
+    curves = {
+        (name, model): curve
+        for name, seeds in histories.items()
+        for model in models_of(seeds)
+        if (curve := _curve(seeds, model, split, metric, statistic))
+    }
+    if not curves:
+        raise ValueError(f"there is no {split} {metric} to draw: no round of {', '.join(runs) or 'no run'} has one")
+    figure, axes = _figure()
+    colour_of = dict(zip(runs, cycle(_COLOURS), strict=False))
+    marker_of = dict(zip(runs, cycle(_MARKERS), strict=False))
+    several = len({model for _, model in curves}) > 1
+    labels: dict[str, Any] = {}
+    ring = None
+    for (name, model), curve in curves.items():
+        rounds, colour = sorted(curve), colour_of[name]
+        mean = np.array([np.mean(curve[r]) for r in rounds])
+        (line,) = axes.plot(
+            rounds,
+            mean,
+            color=colour,
+            linestyle=_LINES.get(model, (0, (1, 1.5))) if several else "-",
+            linewidth=1.7,
+            marker=marker_of[name] if len(rounds) == 1 or len(runs) > len(_COLOURS) else None,
+            markevery=max(1, len(rounds) // 8),
+            markersize=5,
+        )
+        labels[f"{name}, {model}" if several else name] = line
+        if len(histories[name]) > 1:
+            std = np.array([np.std(curve[r], ddof=1) if len(curve[r]) > 1 else 0.0 for r in rounds])
+            axes.fill_between(rounds, mean - std, mean + std, color=colour, alpha=0.16, linewidth=0)
+            continue
+        best = best_rounds(histories[name][0], metric, statistic)[model]["best_by_validation"]
+        if best is not None and best["round"] in curve and len(curve) > 1:
+            (ring,) = axes.plot(best["round"], mean[rounds.index(best["round"])], color=colour, zorder=4, **_RING)
+    _legend(axes, {**labels, "best by validation": ring} if ring else labels)
+    axes.set_xlabel("round")
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylabel(f"{_word(metric)}: {statistic.replace('_', ' ')} over the clients' {split} sets{_unit(metric)}")
+    _save(figure, path)
+
+
+def _curve(
+    seeds: Sequence[Sequence[Mapping[str, Any]]], model: str, split: str, metric: str, statistic: str
+) -> dict[int, list[float]]:
+    """The values of each evaluated round, one a seed."""
+    curve: dict[int, list[float]] = {}
+    for record in (record for history in seeds for record in history):
+        value = record.get("models", {}).get(model, {}).get(split, {}).get(metric, {}).get(statistic)
+        if value is not None:
+            curve.setdefault(record["round"], []).append(scale_of(metric) * value)
+    return curve
+
+
+def client_distribution(runs: Runs, path: str | os.PathLike[str], metric: str = "personal/test/accuracy") -> None:
+    """Draw the clients of each method from the lowest to the highest result of the last evaluation.
+
+    The horizontal axis is the share of clients, so it is the distribution function on its side, and federations of
+    different sizes compare. The lowest and the highest 5 % are shaded; the marks beside them are the means over these
+    clients, ``lowest5`` and ``top5`` of `summarize`. Clients of several seeds are drawn together.
+
+    Args:
+        runs: As for `comparison`.
+        path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
+        metric: A column of the per-client results; a method without personal models is drawn with its global one.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: a run without that column, or no client with a value.
+    """
+    quantity = metric.rpartition("/")[2]
+    labels: dict[str, Any] = {}
+    figure, axes = _figure()
+    for left in (0, 95):
+        axes.axvspan(left, left + 5, color="#000000", alpha=0.06, linewidth=0)
+    for (name, run), colour, marker in zip(runs.items(), cycle(_COLOURS), cycle(_MARKERS), strict=False):
+        seeds = [client_values(folder, metric) for folder in folders_of(run)]
+        values = np.array([scale_of(quantity) * value for _, clients in seeds for value in clients.values()])
+        values = np.sort(values[~np.isnan(values)])
+        if len(values) == 0:
+            continue
+        # Client k of n stands for the shares from k/n to (k+1)/n: steps, so that ten clients look like ten.
+        shares = 100 * np.arange(len(values) + 1) / len(values)
+        axes.step(shares, np.append(values, values[-1]), where="post", color=colour, linewidth=1.7)
+        summary = summarize(values.tolist())
+        tails = [summary["lowest5"], summary["top5"]]
+        (marks,) = axes.plot([-1.6, 101.6], tails, marker=marker, color=colour, markersize=6, linestyle="", zorder=4)
+        model = seeds[0][0].partition("/")[0]
+        shown = name if seeds[0][0] == metric else f"{name}, {model}"
+        labels[f"{shown}\nmean {summary['mean']:.2f}, std {summary['std']:.2f}"] = marks
+    if not labels:
+        raise ValueError(f"there is no {metric} to draw: no client of {', '.join(runs) or 'no run'} has one")
+    _legend(axes, labels)
+    axes.set_xlim(-3.2, 103.2)
+    axes.set_xticks([5, 25, 50, 75, 95])
+    axes.set_xlabel("clients from the lowest to the highest (%); marks: means of the shaded 5 %")
+    axes.set_ylabel(f"{_word(quantity)}{_unit(quantity)}")
+    _save(figure, path)
+
+
+def _import(module: str) -> Any:
+    """A module of matplotlib, which is optional and slow to import."""
+    try:
+        return importlib.import_module(f"matplotlib.{module}")
+    except ImportError as error:
+        raise ImportError(f"plots need matplotlib: pip install 'pfl_ext[bench]' ({error})") from None
+
+
+def _figure() -> tuple[Figure, Axes]:
+    # Not through pyplot: no window system is touched, whatever backend the user has chosen, and nothing is left open.
+    figure = _import("figure").Figure(figsize=(8.4, 4.3), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#000000", alpha=0.12, linewidth=0.7)
+    return figure, axes
+
+
+def _legend(axes: Axes, labels: dict[str, Any]) -> None:
+    """Beside the axes: a legend inside hides curves as soon as there are many."""
+    names = [name.replace("$", r"\$") for name in labels]  # a name is no formula
+    style = {"frameon": False, "fontsize": 9, "handlelength": 2.6}
+    axes.legend(list(labels.values()), names, loc="center left", bbox_to_anchor=(1.01, 0.5), **style)
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    path = Path(path)
+    with ResultsFolder(path.parent).replacing(path.name) as temporary:
+        figure.savefig(temporary, dpi=150)
+
+
+def _word(metric: str) -> str:
+    return "AUC" if metric == "auc" else metric
+
+
+def _unit(metric: str) -> str:
+    return " (%)" if scale_of(metric) == 100 else ""

@@ -1,0 +1,311 @@
+"""Tables: of any rows as Markdown, CSV or LaTeX, and the two that compare methods."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .results import ResultsFolder, Runs
+from .summary import best_rounds
+
+__all__ = ["Spread", "Style", "comparison", "per_user", "table", "transpose"]
+
+Style = Literal["markdown", "csv", "latex"]
+Row = dict[str, object]
+
+
+class Spread(NamedTuple):
+    """A mean and a standard deviation; one cell ``mean ± std`` in Markdown and LaTeX, two columns in CSV."""
+
+    mean: float
+    std: float
+
+
+# ---- any rows --------------------------------------------------------------------------------------------------------
+
+
+def table(
+    rows: Sequence[Mapping[str, object]],
+    columns: Sequence[str] | Mapping[str, str] | None = None,
+    style: Style = "markdown",
+    digits: int = 2,
+    missing: str = "-",
+) -> str:
+    r"""The rows as the text of a table, special characters of the style escaped.
+
+    Args:
+        rows: Numbers, text, `Spread` or None by column.
+        columns: The columns to show, in order, or a mapping from column to heading. Default: all, in the order in which
+            the rows name them first.
+        style: ``"markdown"`` (padded, so that it also reads well in a terminal), ``"csv"`` (full precision) or
+            ``"latex"`` (a ``tabular`` with the rules of the package ``booktabs``).
+        digits: Decimals of a float in Markdown and LaTeX; a smaller number shows as many significant digits.
+        missing: What stands for None, NaN and an absent column; nothing does in CSV, where NaN is ``nan``.
+
+    Raises:
+        ValueError: another style.
+    """
+    if style not in ("markdown", "csv", "latex"):
+        raise ValueError(f"style must be markdown, csv or latex; got {style!r}")
+    if columns is None:
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+    headings = dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
+    cells = {column: [row.get(column) for row in rows] for column in headings}
+    if style == "csv":
+        return _csv(headings, cells)
+
+    write, escape = (_latex_cell, _latex_text) if style == "latex" else (_markdown_cell, _markdown_text)
+    body = [[write(cells[c][i], digits, missing) for c in headings] for i in range(len(rows))]
+    lines = [[escape(heading) for heading in headings.values()], *body]
+    widths = [max(3, *(len(line[k]) for line in lines)) for k in range(len(headings))]
+    right = [any(isinstance(value, int | float | Spread) for value in cells[column]) for column in headings]
+
+    def padded(line: Sequence[str]) -> list[str]:
+        return [
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(line, widths, right, strict=True)
+        ]
+
+    if style == "markdown":
+        rule = ["-" * (width - 1) + (":" if flush else "-") for width, flush in zip(widths, right, strict=True)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in [padded(lines[0]), rule, *map(padded, body)])
+    head, *tail = (" & ".join(padded(line)) + r" \\" + "\n" for line in lines)
+    layout = "".join("r" if flush else "l" for flush in right)
+    inner = "\\toprule\n" + head + "\\midrule\n" + "".join(tail) + "\\bottomrule\n"
+    return f"\\begin{{tabular}}{{{layout}}}\n{inner}\\end{{tabular}}\n"
+
+
+def transpose(rows: Sequence[Mapping[str, object]], heading: str) -> list[Row]:
+    """Columns as rows: the first column of ``rows`` gives the new headings, their old ones stand under ``heading``."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return [
+        {heading: column, **{str(row[columns[0]]): row[column] for row in rows if column in row}}
+        for column in columns[1:]
+    ]
+
+
+def _csv(headings: Mapping[str, str], cells: Mapping[str, Sequence[object]]) -> str:
+    flat: list[list[object]] = []
+    for column, heading in headings.items():
+        values = ["" if value is None else value for value in cells[column]]
+        if any(isinstance(value, Spread) for value in values):
+            pairs = [value if isinstance(value, Spread) else (value, "") for value in values]
+            flat += [[heading, *(pair[0] for pair in pairs)], [f"{heading} ±", *(pair[1] for pair in pairs)]]
+        else:
+            flat.append([heading, *values])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(zip(*flat, strict=True))
+    return text.getvalue()
+
+
+def _number(value: float, digits: int, missing: str) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if math.isnan(value):
+        return missing
+    fixed = f"{value:.{digits}f}"
+    return f"{value:.{max(digits, 1)}g}" if value and float(fixed) == 0 else fixed
+
+
+def _mean_and_std(value: Spread, digits: int, missing: str) -> tuple[str, str]:
+    """Both with the same number of decimals."""
+    mean = _number(value.mean, digits, missing)
+    return mean, _number(
+        value.std, digits, "nan"
+    ) if "e" in mean or value.std != value.std else f"{value.std:.{digits}f}"
+
+
+def _markdown_cell(value: object, digits: int, missing: str) -> str:
+    if isinstance(value, Spread):
+        mean, std = _mean_and_std(value, digits, missing)
+        return mean if mean == missing else f"{mean} ± {std}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _number(value, digits, missing)
+    return missing if value is None else _markdown_text(str(value))
+
+
+def _markdown_text(text: str) -> str:
+    text = re.sub(r"[\\`*|<>\[\]~$&]", r"\\\g<0>", " ".join(text.split()))
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # inside a word it is an underscore already
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "±": r"$\pm$",
+    **{character: f"\\{character}" for character in "{}$&#_%"},
+}
+
+
+def _latex_cell(value: object, digits: int, missing: str) -> str:
+    if isinstance(value, Spread):
+        mean, std = _mean_and_std(value, digits, missing)
+        return _latex_text(missing) if mean == missing else rf"${_latex_number(mean)} \pm {_latex_number(std)}$"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = _number(value, digits, missing)
+        return _latex_text(missing) if number == missing else f"${_latex_number(number)}$"
+    return _latex_text(missing if value is None else str(value))
+
+
+def _latex_number(text: str) -> str:
+    mantissa, e, exponent = text.replace("inf", r"\infty").replace("nan", r"\mathrm{nan}").partition("e")
+    return rf"{mantissa} \cdot 10^{{{int(exponent)}}}" if e else mantissa
+
+
+def _latex_text(text: str) -> str:
+    text = "".join(_LATEX.get(character, character) for character in " ".join(text.split()))
+    # After the \\ of the row before, a first [ would begin its optional argument, and a * its starred form.
+    return f"{{{text[0]}}}{text[1:]}" if text[:1] in ("[", "*") else text
+
+
+# ---- methods against each other --------------------------------------------------------------------------------------
+
+
+def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") -> list[Row]:
+    """One row a method, from the last evaluated round unless the column says otherwise.
+
+    For each model: ``local test`` is the statistic over the clients' own test sets, ``std`` the standard deviation over
+    the clients, ``global test`` the result on the union of the test sets. Then, for the ``model`` that the method gives
+    its clients (the personal one if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %`` over the clients;
+    ``best by validation``, the local test in the round that the validation data choose; ``best on test``, which is an
+    upper bound and no result. Last, what it cost: the bytes up and down of all rounds, the parameters that a client
+    trains (``trained_parameters`` in the records' ``training``), the median time of a round.
+
+    Args:
+        runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
+            standard deviation over the seeds.
+        metric: ``"accuracy"`` and ``"auc"`` are shown in per cent, ``"loss"`` is not.
+        statistic: ``"mean"`` or ``"weighted_mean"``.
+
+    Returns:
+        Rows for `table`. A column that no method has is left out.
+    """
+    histories = {name: [folder.records() for folder in folders_of(run)] for name, run in runs.items()}
+    models = models_of([history for seeds in histories.values() for history in seeds])
+    rows: list[Row] = []
+    for name, seeds in histories.items():
+        results = [_result(history, models, metric, statistic) for history in seeds]
+        cells = {column: _over_seeds([result[column] for result in results]) for column in results[0]}
+        rows.append({"method": name, "seeds": len(seeds) if len(seeds) > 1 else None, **cells})
+    shown = [column for column in (rows[0] if rows else ()) if any(row[column] is not None for row in rows)]
+    return [{column: row[column] for column in shown} for row in rows]
+
+
+def per_user(runs: Runs, metric: str = "personal/test/accuracy") -> list[Row]:
+    """One row a method, a column a user: Tables 2 to 6 of PersFL; `transpose` puts the users down, as printed there.
+
+    Several seeds are averaged user by user. ``mean``, ``std`` and ``variance`` are over the users, the latter two of
+    the *sample* (divisor n - 1): with this divisor, and only with it, the "Std Dev" that the paper prints under its
+    Tables 2 and 3 is that of the numbers above it.
+
+    Args:
+        runs: A run a method, or several that differ in the seed.
+        metric: A column of the per-client results. Accuracy and AUC are shown in per cent. A method without personal
+            models is shown by its global one, as FedAvg is in these tables.
+    """
+    scale = scale_of(metric.rpartition("/")[2])
+    rows: list[Row] = []
+    for name, run in runs.items():
+        users: dict[object, list[float]] = {}
+        for folder in folders_of(run):
+            for user, value in client_values(folder, metric)[1].items():
+                users.setdefault(user, []).append(scale * value)
+        means = {user: _mean(values) for user, values in users.items()}
+        present = np.array([value for value in means.values() if not math.isnan(value)])
+        variance = float(present.var(ddof=1)) if len(present) > 1 else math.nan
+        totals = {"mean": _mean(list(means.values())), "std": math.sqrt(variance), "variance": variance}
+        rows.append({"method": name, **{f"user {user}": value for user, value in means.items()}, **totals})
+    users_first = dict.fromkeys(c for row in rows for c in row if c not in ("mean", "std", "variance"))
+    return [{c: row[c] for c in (*users_first, "mean", "std", "variance") if c in row} for row in rows]
+
+
+def client_values(folder: ResultsFolder, metric: str) -> tuple[str, dict[object, float]]:
+    """A column of the per-client results by client, and its name.
+
+    For a method without personal models, ``personal/...`` is ``global/...``.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    rows = folder.clients()
+    columns = dict.fromkeys(column for row in rows for column in row)
+    for name in (metric, re.sub("^personal/", "global/", metric)):
+        if name in columns:
+            return name, {row["client"]: row.get(name, math.nan) for row in rows}
+    known = ", ".join(columns) or "none: no evaluation was saved"
+    raise ValueError(f"{folder.path / 'clients.csv'} has no column {metric!r}; it has {known}")
+
+
+def folders_of(run: ResultsFolder | Sequence[ResultsFolder]) -> Sequence[ResultsFolder]:
+    """The runs of one name, one a seed."""
+    return [run] if isinstance(run, ResultsFolder) else run
+
+
+def models_of(histories: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The names of all models that were evaluated, the personal one first."""
+    models = {model for history in histories for record in history for model in record.get("models", {})}
+    return sorted(models, key=lambda model: (model != "personal", model))
+
+
+def scale_of(metric: str) -> float:
+    """What a metric is multiplied by to be shown: shares are shown in per cent."""
+    return 100.0 if metric in ("accuracy", "auc") else 1.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    present = [value for value in values if not math.isnan(value)]
+    return sum(present) / len(present) if present else math.nan
+
+
+def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric: str, statistic: str) -> dict[str, Any]:
+    """The cells of one run, None where it has nothing to say."""
+    rounds = best_rounds(history, metric, statistic)
+    given = next((model for model in models if model in rounds), None)
+    scale = scale_of(metric)
+
+    def cell(model: str | None, which: str, split: str, name: str, scale: float = scale) -> float | None:
+        entry = rounds.get(model or "", {}).get(which) or {}
+        value = entry.get(split, {}).get(metric)
+        value = value.get(name) if isinstance(value, Mapping) else value  # one model has one global test, no summary
+        return None if value is None else scale * value
+
+    cells: dict[str, Any] = {"rounds": sum(record["round"] > 0 for record in history)}
+    for model in models:
+        cells[f"{model}: local test"] = cell(model, "last", "test", statistic)
+        cells[f"{model}: std"] = cell(model, "last", "test", "std")
+        cells[f"{model}: global test"] = cell(model, "last", "global_test", statistic)
+    cells["model"] = given
+    cells["variance"] = cell(given, "last", "test", "variance", scale**2)
+    cells["lowest 5 %"] = cell(given, "last", "test", "lowest5")
+    cells["top 5 %"] = cell(given, "last", "test", "top5")
+    cells["best by validation"] = cell(given, "best_by_validation", "test", statistic)
+    cells["best on test"] = cell(given, "best_on_test", "test", statistic)
+
+    traffic = [record["communication"] for record in history if "communication" in record]
+    trained = [record.get("training", {}).get("trained_parameters") for record in history]
+    seconds = [record["seconds"] for record in history if record["round"] > 0 and "seconds" in record]
+    cells["communicated MB"] = sum(t["up_bytes"] + t["down_bytes"] for t in traffic) / 1e6 if traffic else None
+    cells["trained parameters"] = next((count for count in reversed(trained) if count is not None), None)
+    cells["seconds a round"] = float(np.median(seconds)) if seconds else None
+    return cells
+
+
+def _over_seeds(values: Sequence[Any]) -> Any:
+    present = [value for value in values if value is not None]
+    if not present or len(values) == 1:
+        return present[0] if present else None
+    if not any(isinstance(value, float) for value in present) and len(set(present)) == 1:
+        return present[0]  # the same number of rounds or parameters needs no spread
+    if any(isinstance(value, str) for value in present):
+        return ", ".join(dict.fromkeys(present))
+    return Spread(float(np.mean(present)), float(np.std(present, ddof=1)) if len(present) > 1 else math.nan)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import builtins
+import sys
+
+import pytest
+
+from pfl_ext.evaluation import accuracy_curves, client_distribution, plots
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of the figures that were saved."""
+    pytest.importorskip("matplotlib")
+    saved = []
+    save = plots._save
+    monkeypatch.setattr(plots, "_save", lambda figure, path: (saved.append(figure.axes[0]), save(figure, path)))
+    return saved
+
+
+def legend(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_curves_show_each_model_of_each_method_in_per_cent(make_run, drawn, tmp_path):
+    runs = {"PersFL": make_run("p", [0.5, 0.7]), "$Fed_Avg$": make_run("f", [0.4], models=["global"])}
+    accuracy_curves(runs, tmp_path / "curves.png")
+    (axes,) = drawn
+    assert legend(axes) == ["PersFL, personal", "PersFL, global", r"\$Fed_Avg\$, global", "best by validation"]
+    line = axes.get_lines()[0]
+    assert list(line.get_xdata()) == [1, 4]
+    assert list(line.get_ydata()) == pytest.approx([30, 60])
+    assert axes.get_xlabel() == "round"
+    assert axes.get_ylabel() == "accuracy: mean over the clients' test sets (%)"
+    assert (tmp_path / "curves.png").read_bytes().startswith(PNG)
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_several_seeds_are_a_mean_with_a_band(make_run, drawn, tmp_path):
+    accuracy_curves({"A": [make_run("a", [0.4], ["global"]), make_run("b", [0.6], ["global"])]}, tmp_path / "x.svg")
+    (axes,) = drawn
+    (line,) = axes.get_lines()
+    assert list(line.get_ydata()) == pytest.approx([25, 50])
+    (band,) = axes.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == pytest.approx((25 - 50**0.5, 50 + 200**0.5))
+    assert legend(axes) == ["A"]
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+def test_the_distribution_goes_from_the_lowest_to_the_highest_client(make_run, drawn, tmp_path):
+    runs = {"PersFL": make_run("p", [0.9, 0.5, float("nan"), 0.7]), "FedAvg": make_run("f", [0.4], models=["global"])}
+    client_distribution(runs, tmp_path / "clients.png")
+    (axes,) = drawn
+    steps, marks = axes.get_lines()[:2]
+    assert list(steps.get_ydata()) == pytest.approx([50, 70, 90, 90])
+    assert list(steps.get_xdata()) == pytest.approx([0, 100 / 3, 200 / 3, 100])
+    assert list(marks.get_ydata()) == pytest.approx([50, 90])
+    assert legend(axes) == ["PersFL\nmean 70.00, std 16.33", "FedAvg, global\nmean 40.00, std 0.00"]
+    assert (tmp_path / "clients.png").read_bytes().startswith(PNG)
+
+
+def test_nothing_to_draw_is_said_and_no_file_is_made(make_run, drawn, tmp_path):
+    folder = make_run("a", [float("nan")])
+    folder.truncate(0)
+    with pytest.raises(ValueError, match="no round of A has one"):
+        accuracy_curves({"A": folder}, tmp_path / "x.png")
+    with pytest.raises(ValueError, match="no client of A has one"):
+        client_distribution({"A": folder}, tmp_path / "x.png")
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_without_matplotlib_the_message_says_what_to_install(make_run, monkeypatch, tmp_path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[bench\]'"):
+        accuracy_curves({"A": make_run("a", [1.0])}, tmp_path / "x.png")
+
+
+def test_without_tensorboard_the_message_says_what_to_install(make_run, monkeypatch):
+    from pfl_ext.evaluation import tensorboard
+
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
+            raise ImportError("No module named 'tensorboard'")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        tensorboard(make_run("a", [1.0]))
+
+
+def test_tensorboard_gets_a_scalar_a_column():
+    from pfl_ext.evaluation import TensorBoard
+
+    class Writer(list):
+        def add_scalar(self, *scalar):
+            self.append(scalar)
+
+        def flush(self):
+            pass
+
+    writer = Writer()
+    TensorBoard(writer).append(
+        {"round": 3, "clients": [1, 2], "models": {"personal": {"test": {"auc": {"mean": 0.5}}}}}
+    )
+    assert writer == [("clients", 2, 3), ("personal/test/auc/mean", 0.5, 3)]

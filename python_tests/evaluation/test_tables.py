@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pfl_ext.evaluation import Spread, comparison, per_user, table, transpose
+
+NASTY = "a|b\\c `d` *e* _f_ [g](h) <i> ~j~ $k$ &amp; #l %m {n} ^o"
+text = st.text(st.sampled_from(list("ab01 |\\`*_[]()<>~$&#%{}^\"',;\n\t±é-")), max_size=12)
+
+
+def test_markdown_is_aligned_numbers_to_the_right():
+    rows = [{"method": "FedAvg", "accuracy": 9.5, "rounds": 100}, {"method": "PersFL", "accuracy": math.nan}]
+    assert table(rows) == (
+        "| method | accuracy | rounds |\n"
+        "| ------ | -------: | -----: |\n"
+        "| FedAvg |     9.50 |    100 |\n"
+        "| PersFL |        - |      - |\n"
+    )
+
+
+def test_latex_is_a_tabular():
+    rows = [{"method": "Fed_Avg", "accuracy": Spread(97.126, 0.5), "loss": -1e-5}, {"method": "P", "loss": math.inf}]
+    assert [" ".join(line.split()) for line in table(rows, style="latex").splitlines()] == [
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"method & accuracy & loss \\",
+        r"\midrule",
+        r"Fed\_Avg & $97.13 \pm 0.50$ & $-1 \cdot 10^{-5}$ \\",
+        r"P & - & $\infty$ \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_columns_choose_order_and_headings():
+    rows = [{"a": 1, "b": 2, "c": 3}]
+    assert table(rows, ["c", "a"], style="csv") == "c,a\n3,1\n"
+    assert table(rows, {"b": "B, renamed"}, style="csv") == '"B, renamed"\n2\n'
+    assert table(rows, ["d", "a"], style="csv") == "d,a\n,1\n"
+    assert table([], ["a"]) == "| a   |\n| --- |\n"
+    assert table([]) == "|  |\n|  |\n"
+
+
+def test_csv_keeps_full_precision_and_splits_a_spread():
+    rows = [{"m": "x", "acc": Spread(1 / 3, 0.1)}, {"m": "y", "acc": None}, {"m": "z", "acc": 2.0}]
+    assert list(csv.reader(io.StringIO(table(rows, style="csv")))) == [
+        ["m", "acc", "acc ±"],
+        ["x", "0.3333333333333333", "0.1"],
+        ["y", "", ""],
+        ["z", "2.0", ""],
+    ]
+
+
+def test_small_numbers_do_not_vanish():
+    assert "0.00012" in table([{"a": 0.000123}])
+    assert "| 0.00 |" in table([{"a": 0.0}])
+    assert "1.05 ± 0.00" in table([{"a": Spread(1.05, 0.004)}])
+    assert "3 ± nan" in table([{"a": Spread(3.0, math.nan)}], digits=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text, text)
+@example(NASTY, "x")
+def test_any_text_comes_back_from_csv(left, right):
+    cells = list(csv.reader(io.StringIO(table([{"a": left, "b": right}], style="csv"), newline="")))
+    assert cells == [["a", "b"], [left, right]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text)
+@example(NASTY)
+@example("\\|")
+def test_any_text_stays_in_its_markdown_cell(content):
+    lines = table([{"a": content, "b": "end"}]).splitlines()
+    assert len(lines) == 3
+    parts, cell, escaped = [], "", False
+    for character in lines[2]:
+        if character == "|" and not escaped:
+            parts.append(cell)
+            cell = ""
+        elif escaped or character != "\\":
+            cell += character
+        escaped = character == "\\" and not escaped
+    assert [part.strip() for part in parts] == ["", " ".join(content.split()), "end"]
+
+
+@pytest.mark.parametrize(
+    ("plain", "markdown"),
+    [
+        ("FedAvg_FT", "FedAvg_FT"),
+        ("_x_", r"\_x\_"),
+        ("a__b", r"a\_\_b"),
+        ("*x*", r"\*x\*"),
+        ("`x`", r"\`x\`"),
+        ("[a](b)", r"\[a\](b)"),
+        ("<b>", r"\<b\>"),
+        ("$x$", r"\$x\$"),
+        ("&amp;", r"\&amp;"),
+    ],
+)
+def test_markdown_takes_no_text_for_markup(plain, markdown):
+    assert table([{"a": plain}]).splitlines()[2].strip("| ") == markdown
+    assert table([{plain: 1}]).splitlines()[0].strip("| ") == markdown
+
+
+@settings(max_examples=150, deadline=None)
+@given(text)
+@example(NASTY)
+def test_any_text_is_only_text_in_latex(content):
+    line = table([{"a": content, "b": "end"}], style="latex").splitlines()[4]
+    assert line.endswith(r"\\")
+    cells = re.split(r"(?<!\\)&", line.removesuffix(r"\\"))
+    assert len(cells) == 2
+    # Without what the escapes stand for, nothing that LaTeX gives a meaning is left.
+    left = re.sub(r"\\text[a-z]+\{\}|\\[{}$&#_%]|\$\\pm\$|\{[\[*]\}", "", cells[0])
+    assert not set("\\{}$&#_%~^<>|") & set(left)
+
+
+@pytest.mark.parametrize(("plain", "latex"), [("[1] x", "{[}1] x"), ("*best*", "{*}best*"), ("50 %", r"50 \%")])
+def test_latex_takes_no_first_bracket_for_the_option_of_the_line_before(plain, latex):
+    assert table([{"a": plain}], style="latex").splitlines()[4].split(r" \\")[0] == latex
+
+
+def test_another_style_is_refused():
+    with pytest.raises(ValueError, match="markdown, csv or latex; got 'html'"):
+        table([], style="html")
+
+
+def test_transpose_puts_users_down():
+    rows = [{"method": "A", "user 0": 1.0, "mean": 2.0}, {"method": "B", "user 0": 3.0}]
+    assert transpose(rows, "user") == [{"user": "user 0", "A": 1.0, "B": 3.0}, {"user": "mean", "A": 2.0}]
+
+
+def test_comparison_has_one_row_a_method(make_run):
+    clients = [0.5, 0.7, 0.9]
+    runs = {"PersFL": make_run("p", clients), "FedAvg": make_run("f", [0.4, 0.4], models=["global"])}
+    persfl, fedavg = comparison(runs)
+    assert persfl == {
+        "method": "PersFL",
+        "rounds": 4,
+        "personal: local test": pytest.approx(70),
+        "personal: std": pytest.approx(100 * np.std(clients)),
+        "personal: global test": pytest.approx(25),
+        "global: local test": pytest.approx(70),
+        "global: std": pytest.approx(100 * np.std(clients)),
+        "global: global test": pytest.approx(75),
+        "model": "personal",
+        "variance": pytest.approx(100**2 * np.var(clients)),
+        "lowest 5 %": pytest.approx(50),
+        "top 5 %": pytest.approx(90),
+        "best by validation": pytest.approx(35),
+        "best on test": pytest.approx(70),
+        "communicated MB": 6.0,
+        "trained parameters": 62006,
+        "seconds a round": 2.5,
+    }
+    assert list(fedavg) == list(persfl)
+    assert fedavg["model"] == "global"
+    assert fedavg["personal: local test"] is None
+    assert fedavg["lowest 5 %"] == pytest.approx(40)
+
+
+def test_comparison_over_seeds_gives_mean_and_sample_deviation(make_run):
+    means = [0.5, 0.6, 0.9]
+    runs = {
+        "PersFL": [make_run(f"s{seed}", [mean, mean]) for seed, mean in enumerate(means)],
+        "one": make_run("o", [1]),
+    }
+    row, one = comparison(runs)
+    assert row["seeds"] == 3
+    assert row["personal: local test"] == pytest.approx(Spread(100 * np.mean(means), 100 * np.std(means, ddof=1)))
+    assert row["rounds"] == 4
+    assert row["trained parameters"] == 62006
+    assert row["model"] == "personal"
+    assert one["seeds"] is None
+    assert one["personal: local test"] == 100
+
+
+def test_comparison_of_runs_without_evaluation_still_tells_the_cost(make_run):
+    folder = make_run("a", [1.0])
+    folder.truncate(0)
+    folder.append({"round": 1, "seconds": 2.0, "clients": []})
+    assert comparison({"A": folder}) == [{"method": "A", "rounds": 1, "seconds a round": 2.0}]
+    assert comparison({}) == []
+
+
+def test_per_user_is_persfls_table(make_run):
+    # Table 2 of PersFL, DS-1, column PersFL: printed below it are 81.9 and 4.9.
+    printed = [85.5, 78.2, 82.2, 82.1, 79.4, 77.1, 75.6, 79.7, 87.7, 91.0]
+    (row,) = per_user({"PersFL": make_run("p", [a / 100 for a in printed])})
+    assert list(row) == ["method", *(f"user {k}" for k in range(10)), "mean", "std", "variance"]
+    assert [row[f"user {k}"] for k in range(10)] == pytest.approx(printed)
+    assert (round(row["mean"], 1), round(row["std"], 1)) == (81.9, 4.9)
+    assert row["variance"] == pytest.approx(row["std"] ** 2)
+
+
+def test_per_user_averages_the_seeds_of_each_user(make_run):
+    (row,) = per_user({"A": [make_run("a", [0.2, math.nan]), make_run("b", [0.4, 0.5])]})
+    assert (row["user 0"], row["user 1"], row["mean"]) == pytest.approx((30, 50, 40))
+
+
+def test_per_user_shows_fedavg_by_its_global_model_and_any_other_column(make_run):
+    runs = {"FedAvg": make_run("f", [0.5], models=["global"]), "PersFL": make_run("p", [0.75, 1.0])}
+    fedavg, persfl = per_user(runs)
+    assert fedavg["user 0"] == 50
+    assert math.isnan(fedavg["std"])
+    assert list(persfl) == ["method", "user 0", "user 1", "mean", "std", "variance"]
+    assert per_user(runs, "lambda")[1]["user 1"] == 0.5  # not in per cent
+    with pytest.raises(ValueError, match=r"no column 'temperature'; it has client, global/test/accuracy, lambda"):
+        per_user(runs, "temperature")
