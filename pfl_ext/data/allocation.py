@@ -54,29 +54,31 @@ def dirichlet_weights(alpha: float, clients: int, generator: torch.Generator) ->
 
 
 def raise_to_minimum(counts: Tensor, minimum: int, generator: torch.Generator) -> Tensor:
-    """Move samples, drawn at random, from the largest clients to those with fewer than ``minimum``.
+    """Give clients with fewer than ``minimum`` samples what they lack, from the others.
 
-    This always ends, where drawing again until every client has enough need not.
+    Each of the others gives in proportion to what it holds beyond the minimum, drawn at random from its samples. This
+    always ends, where drawing the whole partition again until every client has enough need not.
     """
-    counts = counts.clone()
     sizes = counts.sum(1)
     if int(sizes.sum()) < minimum * len(counts):
         raise ValueError(
             f"{len(counts)} clients with a minimum of {minimum} samples each need {minimum * len(counts)}; "
             f"there are {int(sizes.sum())}: use fewer clients or a lower minimum"
         )
-    for client in (sizes < minimum).nonzero().flatten().tolist():
-        while sizes[client] < minimum:
-            donor = int(sizes.argmax())
-            number = min(minimum - int(sizes[client]), int(sizes[donor]) - minimum)
-            held = torch.repeat_interleave(counts[donor])  # the category of each of the donor's samples
-            drawn = held[torch.randperm(len(held), generator=generator)[:number]]
-            moved = torch.bincount(drawn, minlength=counts.shape[1])
-            counts[donor] -= moved
-            counts[client] += moved
-            sizes[donor] -= number
-            sizes[client] += number
-    return counts
+    lacking = (minimum - sizes).clamp(min=0)
+    if not bool(lacking.any()):
+        return counts
+    giving = apportion((sizes - minimum).clamp(min=0), int(lacking.sum()), generator)
+    # Every sample that is held, in random order within its client: the first ones are given away.
+    held = torch.repeat_interleave(counts.flatten())
+    held = held[torch.randperm(len(held), generator=generator)]
+    client, order = (held // counts.shape[1]).sort(stable=True)
+    place = torch.arange(len(held)) - (sizes.cumsum(0) - sizes)[client]
+    given = held[order[place < giving[client]]]
+    given = given[torch.randperm(len(given), generator=generator)]
+    taken = torch.repeat_interleave(lacking) * counts.shape[1] + given % counts.shape[1]
+    counts = counts.flatten().index_add(0, given, given.new_full((len(given),), -1))
+    return counts.index_add(0, taken, taken.new_ones(len(taken))).view(len(sizes), -1)
 
 
 def deal_labels(clients: int, classes: int, k: int, generator: torch.Generator) -> Tensor:
@@ -245,6 +247,8 @@ def _cut(
     in each part, and each part has every category's share to within one sample. The training part is never empty.
     """
     n = len(held)
+    if validation == test == 0:
+        return held, held[:0], held[:0]
     sizes = apportion(torch.tensor([1 - validation - test, validation, test]), n, generator)
     if sizes[0] == 0:
         sizes[sizes.argmax()] -= 1

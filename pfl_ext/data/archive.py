@@ -73,7 +73,7 @@ def read_npz(path: Path) -> Dataset:
     classes = tuple(str(name) for name in arrays["classes"]) if "classes" in arrays else tuple(map(str, range(count)))
     mean, std = channel_statistics(samples[~is_test]) if samples.dtype == torch.uint8 else (None, None)
     return Dataset(
-        name=f"npz:{path}",
+        name=path.stem,
         inputs=samples,
         targets=labels,
         classes=classes,

@@ -31,9 +31,9 @@ def random_crop(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tens
     places = torch.randint(2 * padding + 1, (2, n, 1), generator=generator, device=generator.device).to(x.device)
     rows = places[0] + torch.arange(height, device=x.device)
     columns = places[1] + torch.arange(width, device=x.device)
-    sample = torch.arange(n, device=x.device)[:, None, None, None]
-    channel = torch.arange(channels, device=x.device)[None, :, None, None]
-    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    # One flat index a pixel, shared by the channels: several times faster than indexing in four dimensions.
+    pixels = (rows[:, :, None] * padded.shape[-1] + columns[:, None, :]).view(n, 1, -1).expand(-1, channels, -1)
+    return padded.flatten(2).gather(2, pixels).view(x.shape)
 
 
 def none(x: Tensor, generator: torch.Generator) -> Tensor:

@@ -59,7 +59,7 @@ def read_folder(path: Path, size: int | None = None) -> Dataset:
     mean, std = channel_statistics(inputs[~is_test])
     names = _tiny_names(path)
     return Dataset(
-        name=f"folder:{path}" + (f"@{size}" if size else ""),
+        name=path.resolve().name + (f"@{size}" if size else ""),
         inputs=inputs,
         targets=torch.tensor([classes.index(image.label) for image in images]),
         classes=tuple(names.get(label, label) for label in classes),

@@ -29,7 +29,7 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLi
     counts = partition.counts(dataset)
     clients, classes = counts.shape
     figure = Figure(
-        figsize=(min(3 + 0.32 * clients, 16), 2.2 + min(1 + 0.26 * classes, 9)), layout="constrained", dpi=120
+        figsize=(min(max(2 + 0.32 * clients, 6), 16), 2.2 + min(1 + 0.26 * classes, 9)), layout="constrained", dpi=120
     )
     FigureCanvasAgg(figure)
     sizes, composition = figure.subplots(
@@ -40,17 +40,24 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLi
     for part, colour in zip(PARTS, ("#3b6ea5", "#e0a030", "#9a9a9a"), strict=True):
         height = torch.tensor([len(indices) for indices in getattr(partition, part)])
         if int(height.sum()):
-            sizes.bar(range(clients), height.tolist(), 0.8, bottom.tolist(), color=colour, label=part)
+            if clients <= 200:
+                sizes.bar(range(clients), height.tolist(), 0.8, bottom.tolist(), color=colour, label=part)
+            else:  # one polygon; ten thousand bars take half a minute
+                edges = [client - 0.5 for client in range(clients + 1)]
+                top = (bottom + height).tolist()
+                sizes.stairs(top, edges, baseline=bottom.tolist(), fill=True, color=colour, label=part)
             bottom += height
     sizes.set_ylabel("samples")
-    # Beside the bars: any place inside would hide some client's.
-    sizes.legend(frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    # Above the bars: any place inside would hide some client's.
+    sizes.legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
     sizes.spines[["top", "right"]].set_visible(False)
 
     if clients <= 50 and classes <= 30:
         at = counts.nonzero()
         area = counts[at[:, 0], at[:, 1]] / counts.max()
-        composition.scatter(at[:, 0].tolist(), at[:, 1].tolist(), s=(150 * area).tolist(), color="#3b6ea5", linewidth=0)
+        composition.scatter(
+            at[:, 0].tolist(), at[:, 1].tolist(), s=(3 + 150 * area).tolist(), color="#3b6ea5", linewidth=0
+        )
         composition.set_axisbelow(True)
         composition.grid(color="#e8e8e8", linewidth=0.6)
     else:
@@ -71,8 +78,9 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLi
 
     how = partition.description
     options = ("alpha", "k", "sigma")
-    title = [f"{how.get('partitioner', 'partition')} of {dataset.name}", f"{clients} clients"]
-    sizes.set_title(", ".join(title + [f"{key} = {how[key]:g}" for key in options if key in how]), fontsize="medium")
+    title = [f"{dataset.name}: {how.get('partitioner', 'partition')}"]
+    title += [f"{key} = {how[key]:g}" for key in options if key in how]
+    sizes.set_title(", ".join(title), fontsize="medium", loc="left")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
