@@ -8,12 +8,23 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .algorithms import METHODS
 from .data import PARTITIONERS, Dataset, Partition
-from .evaluation import Progress, ResultsFolder, plots, tables, versions
-from .evaluation.results import tensorboard
+from .evaluation import (
+    Progress,
+    ResultsFolder,
+    Runs,
+    accuracy_curves,
+    client_distribution,
+    comparison,
+    per_user,
+    table,
+    tensorboard,
+    transpose,
+    versions,
+)
 from .experiment import Experiment, Option, method_options, nearest, partition_options, settings_options
 from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method
 from .nn import NETWORKS
@@ -215,34 +226,50 @@ def _one(
     experiment: Experiment, dataset: Dataset, partition: Partition, folder: Path, parsed: argparse.Namespace
 ) -> Mapping[str, Any]:
     """One run of one method into one folder, with everything a results folder has."""
-    writer = tensorboard(folder) if parsed.tensorboard else None
-    with Progress(experiment.settings.rounds, label=experiment.method, quiet=parsed.quiet) as progress:
-
-        def notify(record: Mapping[str, Any]) -> None:
-            progress.update(record)
-            if writer is not None:
-                writer.add(record)
-
-        federation = experiment.make(dataset, partition, folder=folder, resume=parsed.resume, notify=notify)
-        results = federation.results
-        assert results is not None
-        results.write_json("config.json", experiment.sections())
-        results.write_json("versions.json", versions())
-        results.write_json("model.json", {"trained_parameters": federation.trained_parameters})
-        partition.save(folder / "partition.safetensors")
-        try:
-            last = federation.run()
-        finally:
-            results.write_csv()
+    observers: list[Any] = []
+    federation = experiment.make(
+        dataset,
+        partition,
+        folder=folder,
+        resume=parsed.resume,
+        notify=lambda record: [observe(record) for observe in observers],
+    )
+    results = federation.results
+    assert results is not None
+    results.write_json("config.json", experiment.sections())
+    results.write_json("versions.json", versions())
+    partition.save(folder / "partition.safetensors")
+    rounds = experiment.settings.rounds
+    with (
+        Progress(rounds, experiment.method, start=federation.round, quiet=parsed.quiet) as progress,
+        contextlib.ExitStack() as stack,
+    ):
+        observers.append(lambda record: progress.update(min(record["round"], rounds), **_shown(record)))
+        if parsed.tensorboard:
+            board = tensorboard(results)
+            stack.callback(board.close)
+            observers.append(board.append)
+        stack.callback(results.write_csv)
+        last = federation.run()
     if not parsed.no_plots:
         _draw({experiment.method: results}, folder, dataset, partition)
     return last
 
 
-def _draw(runs: Mapping[str, ResultsFolder], folder: Path, dataset: Dataset, partition: Partition) -> None:
+def _shown(record: Mapping[str, Any]) -> dict[str, float]:
+    """What the progress display shows of a round: the accuracy of each model, else the training loss."""
+    models = record.get("models", {})
+    if not models:
+        return {"loss": record["training"]["loss"]} if "loss" in record["training"] else {}
+    return {
+        f"{name} accuracy": splits["test"]["accuracy"]["mean"] for name, splits in models.items() if "test" in splits
+    }
+
+
+def _draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition) -> None:
     try:
-        plots.accuracy_curves(runs, folder / "accuracy.png")
-        plots.client_distribution(runs, folder / "clients.png")
+        accuracy_curves(runs, folder / "accuracy.png")
+        client_distribution(runs, folder / "clients.png")
         partition.draw(dataset, folder / "partition.png")
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
@@ -266,7 +293,7 @@ def _print_last(experiment: Experiment, last: Mapping[str, Any], folder: Path) -
                 )
             elif "accuracy" in metrics:
                 rows.append({"model": model, "data": split, "accuracy": f"{100 * metrics['accuracy']:.2f}"})
-    print(tables.table(rows))
+    print(table(rows))
     print(f"{experiment.method} on {experiment.data}: results in {folder}")
 
 
@@ -358,14 +385,15 @@ def _compare(experiments: Sequence[Experiment], methods: Sequence[str], parsed: 
         resume = argparse.Namespace(**{**vars(parsed), "resume": parsed.resume and own.is_dir(), "no_plots": True})
         _one(experiment, dataset, partition, own, resume)
         runs[experiment.method].append(ResultsFolder.open(own))
-    rows = tables.comparison(runs)
-    for style, suffix in (("markdown", "md"), ("csv", "csv"), ("latex", "tex")):
-        (folder / f"comparison.{suffix}").write_text(tables.table(rows, style=style), encoding="utf-8")
-    users = tables.per_user(runs)
-    (folder / "users.md").write_text(tables.table(users), encoding="utf-8")
-    print(tables.table(rows, style=parsed.style))
+    rows = comparison(runs)
+    styles: tuple[tuple[Literal["markdown", "csv", "latex"], str], ...]
+    styles = (("markdown", "md"), ("csv", "csv"), ("latex", "tex"))
+    for style, suffix in styles:
+        (folder / f"comparison.{suffix}").write_text(table(rows, style=style), encoding="utf-8")
+    (folder / "users.md").write_text(table(transpose(per_user(runs), "user")), encoding="utf-8")
+    print(table(rows, style=parsed.style))
     if not parsed.no_plots:
-        _draw({method: found[0] for method, found in runs.items()}, folder, dataset, partition)
+        _draw(runs, folder, dataset, partition)
     print(f"compared on {first.data}: results in {folder}")
 
 

@@ -6,6 +6,7 @@ versions.json        what it ran with
 metrics.jsonl        one round record a line, appended round by round: the source of everything below
 metrics.csv          the same as a flat table, made from it
 clients.csv          the per-client results of the last evaluation
+clients/round-*.csv  the same of every evaluation
 *.safetensors, *.png what else a run leaves, through `ResultsFolder.replacing`
 ===================  ===================================================================================================
 
@@ -177,9 +178,12 @@ class ResultsFolder:
 
     # ---- clients and other files -------------------------------------------------------------------------------------
 
-    def write_clients(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace clients.csv: a row a client, the columns in the order in which the rows name them first."""
-        self._write_table("clients.csv", rows)
+    def write_clients(self, rows: Sequence[Mapping[str, Any]], round: int | None = None) -> None:
+        """Replace clients.csv, or the file of that round: a row a client, the columns as the rows name them first."""
+        if round is None:
+            self._write_table("clients.csv", rows)
+        else:
+            self._write_table(f"clients/round-{round:05d}.csv", rows)
 
     def clients(self) -> list[dict[str, Any]]:
         """The rows of clients.csv with numbers as numbers, empty cells left out; empty before the first evaluation."""
@@ -221,8 +225,9 @@ class ResultsFolder:
             ResultsError: it cannot be written; a file ``name`` of before is untouched.
         """
         target = self.path / name
-        temporary = self.path / f".tmp-{name}"  # the suffix stays: it tells matplotlib the format
+        temporary = target.with_name(f".tmp-{target.name}")  # the suffix stays: it tells matplotlib the format
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 yield temporary
                 with temporary.open("rb") as file:  # else a power cut may leave the new name with the content missing

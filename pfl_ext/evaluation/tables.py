@@ -279,7 +279,9 @@ def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric:
         value = value.get(name) if isinstance(value, Mapping) else value  # one model has one global test, no summary
         return None if value is None else scale * value
 
-    cells: dict[str, Any] = {"rounds": sum(record["round"] > 0 for record in history)}
+    # What clients do on their own after the last round is a record too, and no round.
+    rounds_only = [record for record in history if record["round"] > 0 and "stage" not in record]
+    cells: dict[str, Any] = {"rounds": len(rounds_only)}
     for model in models:
         cells[f"{model}: local test"] = cell(model, "last", "test", statistic)
         cells[f"{model}: std"] = cell(model, "last", "test", "std")
@@ -293,7 +295,7 @@ def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric:
 
     traffic = [record["communication"] for record in history if "communication" in record]
     trained = [record.get("training", {}).get("trained_parameters") for record in history]
-    seconds = [record["seconds"] for record in history if record["round"] > 0 and "seconds" in record]
+    seconds = [record["seconds"] for record in rounds_only if "seconds" in record]
     cells["communicated MB"] = sum(t["up_bytes"] + t["down_bytes"] for t in traffic) / 1e6 if traffic else None
     cells["trained parameters"] = next((count for count in reversed(trained) if count is not None), None)
     cells["seconds a round"] = float(np.median(seconds)) if seconds else None

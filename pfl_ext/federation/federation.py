@@ -151,14 +151,9 @@ class Federation:
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        empty = [k for k, train in enumerate(self.partition.train) if len(train) == 0]
-        if empty:
-            raise ValueError(
-                f"clients without training data: {_some(empty)}. Use fewer clients, more data, or a partition with a "
-                "minimum of samples"
-            )
         if self.settings.new_clients >= self.partition.clients:
             raise ValueError(f"{self.settings.new_clients} of {self.partition.clients} clients are to join late")
+        self.partition.check(self.dataset)
         self.method.check_data(self.partition)
 
     def _open_results(self, folder: Path, resume: bool) -> ResultsFolder:
@@ -314,7 +309,7 @@ class Federation:
         }
         record["seconds_training"] = time.perf_counter() - begin
         if t % s.evaluate_every == 0 or t == s.rounds:
-            record["models"] = self._evaluate(engine, t)
+            record |= self._evaluate(engine, t)
         self._keep(record, begin)
 
     def _communication(self, uploads: Uploads | None, receivers: int, down: list[Tensor]) -> dict[str, int]:
@@ -328,7 +323,7 @@ class Federation:
     def _training(self, clients: list[int]) -> dict[str, Any]:
         """The mean over the round's clients of what each reported."""
         names = sorted({name for k in clients for name in self.reports[k]})
-        found = {}
+        found: dict[str, Any] = {"trained_parameters": self.trained_parameters}
         for name in names:
             found[name] = summarize([self.reports[k].get(name, math.nan) for k in clients])["mean"]
         return found
@@ -350,7 +345,7 @@ class Federation:
         record["communication"] = self._communication(None, self.partition.clients, down)
         record["training"] = self._training(list(range(self.partition.clients)))
         record["seconds_training"] = time.perf_counter() - begin
-        record["models"] = self._evaluate(engine, self.round)
+        record |= self._evaluate(engine, self.round)
         self._keep(record, begin)
 
     def _keep(self, record: Record, begin: float) -> None:
@@ -358,8 +353,9 @@ class Federation:
         self.records.append(record)
         if self.results is not None:
             self.results.append(record)
-            if "models" in record:
+            if "models" in record:  # the last evaluation, and each one
                 self.results.write_clients(self.client_rows)
+                self.results.write_clients(self.client_rows, record["round"])
         if self._notify is not None:
             self._notify(record)
 
@@ -385,13 +381,12 @@ class Federation:
         ]
         old = len(clients) - s.new_clients
         models = self._summaries(found[:old], range(old))
-        if s.new_clients:
-            models["new_clients"] = self._summaries(found[old:], range(old, len(clients)))
         if "global" in models and len(self.partition.global_test):
             parts = self.partition.global_test.split(_GLOBAL_TEST_PART)
             logits, targets = zip(*engine.map("global_logits", [(part,) for part in parts]), strict=True)
             models["global"]["global_test"] = classification_metrics(torch.cat(logits), torch.cat(targets))
-        return models
+        late = {"new_clients": self._summaries(found[old:], range(old, len(clients)))} if s.new_clients else {}
+        return {"models": models, **late}
 
     def _summaries(self, found: list[dict[str, float]], clients: range) -> Record:
         """{model: {split: {metric: summary over clients}}} of the clients' metrics."""
@@ -426,7 +421,3 @@ class Federation:
         finally:
             for number in numbers:
                 signal.signal(number, before[number])
-
-
-def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")

@@ -49,7 +49,7 @@ class WorkingModel:
         self.device, self.dtype = first.device, first.dtype
         self._channels_last = self.device.type == "cpu" and any(isinstance(m, nn.Conv2d) for m in module.modules())
         if self._channels_last:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            module.to(memory_format=torch.channels_last)
         self.module = module
         self.names = [name for name, _ in named]
         self.shapes = [tensor.shape for _, tensor in named]
