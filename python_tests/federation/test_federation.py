@@ -72,7 +72,7 @@ def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(
     )
     with pytest.raises(Interrupted, match="after round 2"):
         broken.run()
-    resumed = Federation(method, network, dataset, partition, settings, folder=folder, resume=True)
+    resumed = Federation(method, network, dataset, partition, settings, folder=tmp_path / "run", resume=True)
     assert resumed.round == 2
     resumed.run()
     _assert_identical(resumed, whole)
@@ -200,7 +200,7 @@ def test_a_training_that_gives_nan_names_client_and_round(
         Settings(rounds=3, checkpoint_every=1),
         folder=tmp_path,
     )
-    with pytest.raises(Diverged, match="client 2 diverged in round 2.*diverged=drop"):
+    with pytest.raises(Diverged, match=r"client 2 diverged in round 2.*diverged=drop"):
         run.run()
     assert [record["round"] for record in run.records] == [1]
     assert list((tmp_path / "checkpoints").iterdir())
