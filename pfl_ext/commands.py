@@ -382,8 +382,7 @@ def _compare(experiments: Sequence[Experiment], methods: Sequence[str], parsed: 
             made = {seed: experiment.make_data()}  # one at a time: they are large
         dataset, partition = made[seed]
         own = folder / f"{experiment.method}-seed{seed}"
-        resume = argparse.Namespace(**{**vars(parsed), "resume": parsed.resume and own.is_dir(), "no_plots": True})
-        _one(experiment, dataset, partition, own, resume)
+        _one(experiment, dataset, partition, own, argparse.Namespace(**{**vars(parsed), "no_plots": True}))
         runs[experiment.method].append(ResultsFolder.open(own))
     rows = comparison(runs)
     styles: tuple[tuple[Literal["markdown", "csv", "latex"], str], ...]

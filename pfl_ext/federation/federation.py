@@ -157,7 +157,9 @@ class Federation:
         self.method.check_data(self.partition)
 
     def _open_results(self, folder: Path, resume: bool) -> ResultsFolder:
-        return ResultsFolder.open(folder) if resume and folder.is_dir() else ResultsFolder.create(folder)
+        # A run that was killed early may have left less than a results folder.
+        begun = (folder / "metrics.jsonl").exists()
+        return ResultsFolder.open(folder) if resume and begun else ResultsFolder.create(folder)
 
     def _make_store(self, kept: dict[str, Tensor]) -> ClientStore:
         if self.settings.store == "mapped":

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pfl_ext.cli import main
+from pfl_ext.data import Partition
+from pfl_ext.evaluation import ResultsFolder
+
+QUICK = ["--data", "digits", "--clients", "5", "--rounds", "3", "--lr", "0.1", "--quiet", "--no-plots"]
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    records = ResultsFolder.open(folder).records()
+    return [{key: value for key, value in record.items() if not key.startswith("seconds")} for record in records]
+
+
+# ---- run -------------------------------------------------------------------------------------------------------------
+
+
+def test_run_leaves_a_whole_results_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["run", "ditto", *QUICK[:-1], "--output", str(folder)]) == 0
+    assert "| personal | test" in capsys.readouterr().out
+    expected = {"config.json", "versions.json", "metrics.jsonl", "metrics.csv", "clients.csv", "partition.safetensors"}
+    assert expected | {"accuracy.png", "clients.png", "partition.png", "checkpoints", "clients"} <= set(
+        os.listdir(folder)
+    )
+    assert [record["round"] for record in _metrics(folder)] == [1, 2, 3]
+    with (folder / "clients.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5 and float(rows[0]["personal/test/accuracy"]) > 0.2
+    config = json.loads((folder / "config.json").read_text())
+    assert config["method"]["lam"] == 1.0 and config["federation"]["rounds"] == 3
+
+
+def test_a_saved_configuration_makes_the_same_run_again(tmp_path: Path) -> None:
+    assert main(["run", "fedprox", *QUICK, "--mu", "0.5", "--seed", "4", "--output", str(tmp_path / "a")]) == 0
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    lines = []
+    for section, table in config.items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {json.dumps(value)}" for name, value in table.items()]
+    (tmp_path / "again.toml").write_text("\n".join(lines))
+    arguments = ["run", "--config", str(tmp_path / "again.toml"), "--quiet", "--no-plots"]
+    assert main([*arguments, "--output", str(tmp_path / "b")]) == 0
+    assert _metrics(tmp_path / "a") == _metrics(tmp_path / "b")
+
+
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    (tmp_path / "some.toml").write_text('[method]\nname = "fedprox"\nmu = 0.5\n[federation]\nrounds = 2\n')
+    folder = tmp_path / "out"
+    arguments = ["run", "--config", str(tmp_path / "some.toml"), "--mu", "0.25", "--quiet", "--no-plots"]
+    assert main([*arguments, "--output", str(folder)]) == 0
+    config = json.loads((folder / "config.json").read_text())
+    assert config["method"]["mu"] == 0.25 and config["federation"]["rounds"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["run"], 1, "no method is named; known are standalone, fedavg"),
+        (["run", "fedavgg"], 2, "unknown method 'fedavgg' (did you mean fedavg"),
+        (["run", "ditto", "--lamm", "1"], 2, "unknown option --lamm (did you mean --lam"),
+        (["run", "fedavg", "--lr", "fast"], 1, "lr is 'fast'; accepted is a number"),
+        (["run", "fedavg", "--lr", "-1"], 1, "lr is -1.0; accepted is a value above 0"),
+        (["run", "fedavg", "--rounds", "2.5"], 1, "rounds is '2.5'; accepted is an integer"),
+        (["run", "fedavg", "--store", "cloud"], 1, "accepted is memory, mapped"),
+        (["run", "fedavg", "--clients", "0"], 1, "clients is 0; accepted is 1 or more"),
+        (["run", "fedavg", "--clients", "5000"], 1, "clients"),
+        (["run", "fedavg", "--data", "mnisst"], 1, "mnist"),
+        (["run", "fedavg", "--partition", "dirichelt"], 2, "did you mean dirichlet"),
+        (["run", "fedavg", "--network", "resnet"], 1, "unknown network 'resnet'"),
+        (["run", "persfl", "--partition", "dirichlet"], 1, "partition with validation=0.2"),
+        (["run", "fedavg", "--config", "absent.toml"], 2, "absent.toml cannot be read"),
+        (["compare"], 2, "name the methods to compare"),
+        (["compare", "fedavg", "ditto", "--set", "dito.lam=1"], 2, "dito is not compared (did you mean ditto?)"),
+        (["compare", "fedavg", "--set", "fedavg"], 2, "METHOD.OPTION=VALUE is accepted"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: Sequence[str],
+    status: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == status
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_an_unknown_name_in_a_file_suggests_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, message in (
+        ('[metod]\nname = "fedavg"', "unknown table [metod] (did you mean method?)"),
+        ('[method]\nname = "ditto"\nlamda = 1', "unknown option 'lamda' of the method ditto (did you mean lam"),
+        ("[method", "is not TOML"),
+    ):
+        (tmp_path / "bad.toml").write_text(text)
+        assert main(["run", "--config", str(tmp_path / "bad.toml")]) != 0
+        assert message in capsys.readouterr().err
+
+
+def test_help_lists_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "persfl", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.code == 0
+    for part in ("--temperatures", "(default: 1,5,9,13,17,21,25)", "--participation", "(default: 1.0)", "PersFL"):
+        assert part in text
+    assert "classes of each client" in text  # an option of the partition that is in use
+
+
+def test_results_that_are_there_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "fedavg", *QUICK, "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert main(arguments) == 1
+    assert "resume that run, or name another folder" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+# ---- compare and data ------------------------------------------------------------------------------------------------
+
+
+def test_compare_prints_one_table_and_writes_all_styles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "fedavg", "ditto", *QUICK[:-1], "--seeds", "0,1", "--output", str(tmp_path)]
+    assert main([*arguments, "--set", "ditto.lam=0.5"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("| fedavg ") == 1 and out.count("| ditto ") == 1 and "personal: local test" in out
+    files = {"comparison.md", "comparison.csv", "comparison.tex", "users.md", "accuracy.png", "clients.png"}
+    assert files <= set(os.listdir(tmp_path))
+    config = json.loads((tmp_path / "ditto-seed1" / "config.json").read_text())
+    assert config["method"]["lam"] == 0.5 and config["federation"]["seed"] == 1
+    partitions = [Partition.load(tmp_path / f"{m}-seed0" / "partition.safetensors") for m in ("fedavg", "ditto")]
+    assert partitions[0].fingerprint == partitions[1].fingerprint
+    models = [_metrics(tmp_path / f"{m}-seed0")[-1]["models"]["global"] for m in ("fedavg", "ditto")]
+    assert models[0] == models[1]  # Ditto's global model is FedAvg's, on the same batches
+
+
+def test_data_shows_saves_and_draws_a_partition_that_a_run_can_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cut.safetensors"
+    options = ["--partition", "dirichlet", "--alpha", "0.5", "--clients", "4", "--seed", "3"]
+    assert main(["data", *options, "--save", str(file), "--picture", str(tmp_path / "cut.png")]) == 0
+    assert "4 clients, fingerprint" in capsys.readouterr().out and (tmp_path / "cut.png").stat().st_size > 1000
+    arguments = ["run", "fedavg", "--partition-file", str(file), "--rounds", "1", "--quiet", "--no-plots"]
+    assert main([*arguments, "--output", str(tmp_path / "run")]) == 0
+    used = Partition.load(tmp_path / "run" / "partition.safetensors")
+    assert used.fingerprint == Partition.load(file).fingerprint
+
+
+# ---- stopping and going on -------------------------------------------------------------------------------------------
+
+
+def _command(arguments: Sequence[str]) -> None:
+    os._exit(main(arguments))  # the exit status of the command, as from a shell
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    """Starts commands in processes that have everything imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pfl_ext.commands"])
+    yield lambda arguments: context.Process(target=_command, args=(arguments,))
+
+
+def test_a_run_killed_at_random_moments_ends_as_an_unbroken_one(tmp_path: Path, processes: Any) -> None:
+    common = ["run", "persfl", "--rounds", "12", "--lr", "0.1", "--checkpoint-every", "1", "--quiet", "--no-plots"]
+    common += ["--temperatures", "1,5", "--lambdas", "0,0.5", "--participation", "0.6"]
+    whole = processes([*common, "--output", str(tmp_path / "whole")])
+    begin = time.monotonic()
+    whole.start()
+    whole.join()
+    assert whole.exitcode == 0
+    duration = time.monotonic() - begin
+    seed = random.randrange(1 << 30)
+    moments, killed = random.Random(seed), 0
+    while True:
+        process = processes([*common, "--resume", "--output", str(tmp_path / "broken")])
+        process.start()
+        process.join(moments.uniform(0.1, 0.8) * duration if killed < 5 else None)
+        if process.exitcode is not None:
+            break
+        process.kill()
+        process.join()
+        killed += 1
+    assert process.exitcode == 0, f"moments of seed {seed}"
+    assert killed > 0
+    assert _metrics(tmp_path / "broken") == _metrics(tmp_path / "whole"), f"moments of seed {seed}"
+    assert (tmp_path / "broken" / "clients.csv").read_bytes() == (tmp_path / "whole" / "clients.csv").read_bytes()
+
+
+def test_an_interrupt_stops_after_the_round_and_saves(tmp_path: Path, processes: Any) -> None:
+    common = ["run", "fedavg", "--rounds", "500", "--lr", "0.1", "--quiet", "--no-plots", "--output", str(tmp_path)]
+    process = processes(common)
+    process.start()
+    while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text().count("\n") > 2:
+        assert process.is_alive()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30)
+    assert process.exitcode == 130
+    done = len(_metrics(tmp_path))
+    assert 0 < done < 500
+    saved = max(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == done
