@@ -16,6 +16,7 @@ from typing import TextIO
 __all__ = ["Progress"]
 
 _MEDIAN_OF = 15  # rounds that the time left is judged by: few enough to follow a change, enough to pass over outliers
+_BAR = 20  # characters; the line keeps its place on terminals that are wide enough
 _LIVE_EVERY = 0.1  # seconds between two updates of the line on a terminal
 _PLAIN_EVERY = 5.0  # seconds between two lines in a log
 
@@ -110,7 +111,7 @@ class Progress:
     def _text(self) -> str:
         parts = [f"{self._title} round {self._round}/{self._rounds}".strip()]
         for name, value in self._values.items():
-            shown = f"{100 * value:.2f} %" if name.startswith("accuracy") else f"{value:.4g}"
+            shown = f"{100 * value:.2f} %" if name.startswith("accuracy") else f"{value:.4f}"
             parts.append(f"{name.replace('_', ' ')} {shown}")
         if self._durations:
             parts.append(f"{_duration(statistics.median(self._durations))} a round")
@@ -127,7 +128,7 @@ class Progress:
             return
         columns = shutil.get_terminal_size().columns - 1  # a full last column would wrap
         line = self._text()
-        room = min(30, columns - len(line) - 3)
+        room = min(_BAR, columns - len(line) - 3)
         if room >= 5:
             full = round(room * min(1.0, self._round / self._rounds)) if self._rounds else room
             line = f"[{'#' * full}{'.' * (room - full)}] {line}"

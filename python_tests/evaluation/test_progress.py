@@ -51,12 +51,12 @@ def test_a_terminal_shows_one_line_that_is_updated(clock, width):
             clock.now += 2.0
             progress.update(number, accuracy=0.1234 * number)
         assert terminal.screen() == [
-            "[######################........] PersFL round 3/4 | accuracy 37.02 % | 2.0 s a round | 2.0 s left"
+            "[###############.....] PersFL round 3/4 | accuracy 37.02 % | 2.0 s a round | 2.0 s left"
         ]
         clock.now += 2.0
         progress.update(4, loss=0.5)
     bar, empty = terminal.screen()
-    assert bar.endswith("PersFL round 4/4 | accuracy 37.02 % | loss 0.5 | 2.0 s a round | 8.0 s in all")
+    assert bar.endswith("PersFL round 4/4 | accuracy 37.02 % | loss 0.5000 | 2.0 s a round | 8.0 s in all")
     assert empty == ""
 
 
@@ -73,13 +73,13 @@ def test_the_line_never_wraps(clock, width, columns):
 
 
 def test_a_shorter_line_leaves_nothing_of_the_longer_one(clock, width):
-    width(56)  # too narrow for the bar, which would fill the line
+    width(57)  # too narrow for the bar, which would fill the line
     terminal = Terminal()
     progress = Progress(9, stream=terminal, clock=clock)
-    for number, loss in ((1, 0.1234), (2, 0.5)):
+    for number, loss in ((1, 10.5), (2, 0.5)):
         clock.now += 1.0
         progress.update(number, loss=loss)
-    assert terminal.screen() == ["round 2/9 | loss 0.5 | 1.0 s a round | 7.0 s left"]
+    assert terminal.screen() == ["round 2/9 | loss 0.5000 | 1.0 s a round | 7.0 s left"]
 
 
 def test_a_fast_run_does_not_flood_the_terminal(clock, width):

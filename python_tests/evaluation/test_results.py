@@ -229,6 +229,8 @@ def test_a_full_disk_takes_no_record_that_was_there(folder, small_disk):
     assert folder.read_json("config.json") == {"seed": 1}
     assert folder.clients() == [{"client": 0}]
     small_disk(10 * len(content))
+    with (folder.path / "metrics.jsonl").open("ab") as file:  # as if the part that was written could not be taken back
+        file.write(b'{"round": 1, "sec')
     folder.append(record(1))
     assert folder.records() == [record(0), record(1)]
     assert sorted(p.name for p in folder.path.iterdir()) == ["clients.csv", "config.json", "metrics.jsonl"]
