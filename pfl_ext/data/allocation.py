@@ -103,6 +103,7 @@ def allocate(
     dataset: Dataset,
     clients: int,
     category: Tensor,
+    categories: int,
     draw: Callable[[Tensor], Tensor],
     *,
     generator: torch.Generator,
@@ -119,6 +120,7 @@ def allocate(
         dataset: what is partitioned.
         clients: how many there are.
         category: ``[n]`` int64, of every sample.
+        categories: how many there are; some may have no sample.
         draw: from the available number of samples of each category ``[categories]`` to counts
             ``[clients, categories]``; given what is left after ``per_category`` and ``server``.
         generator: of everything that is random.
@@ -138,7 +140,6 @@ def allocate(
     pool = torch.arange(len(dataset)) if test == "split" else (~is_test).nonzero().flatten()
     if len(pool) < clients:
         raise ValueError(f"{clients} clients for {len(pool)} samples; every client needs one: use fewer clients")
-    categories = int(category.max()) + 1
     available = torch.bincount(category[pool], minlength=categories)
 
     left = available - clients * per_category
@@ -156,7 +157,8 @@ def allocate(
         raise ValueError(f"{len(empty)} of {clients} clients got no sample; use fewer clients or more data")
 
     *holdings, server_samples = _deal(torch.cat([counts, server_counts[None]]), category, pool, generator)
-    cuts = [_cut(held, category, validation, test_fraction if test == "split" else 0.0, generator) for held in holdings]
+    strata = category if dataset.multilabel else dataset.targets.cpu()
+    cuts = [_cut(held, strata, validation, test_fraction if test == "split" else 0.0, generator) for held in holdings]
     train, validation_sets, tests = (tuple(part) for part in zip(*cuts, strict=True))
     if test == "split":
         global_test = torch.cat(tests).sort().values
@@ -239,12 +241,12 @@ def _test_counts(counts: Tensor, test_category: Tensor, generator: torch.Generat
 
 
 def _cut(
-    held: Tensor, category: Tensor, validation: float, test: float, generator: torch.Generator
+    held: Tensor, strata: Tensor, validation: float, test: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cut one client's samples into training, validation and test.
 
-    Systematic sampling in random order within each category: the sizes are exact, every sample is equally likely to be
-    in each part, and each part has every category's share to within one sample. The training part is never empty.
+    Systematic sampling in random order within each class (stratum): the sizes are exact, every sample is equally likely
+    to be in each part, and the parts have the classes in the same proportions. The training part is never empty.
     """
     n = len(held)
     if validation == test == 0:
@@ -254,7 +256,7 @@ def _cut(
         sizes[sizes.argmax()] -= 1
         sizes[0] = 1
     held = held[torch.randperm(n, generator=generator)]
-    left = held[category[held].sort(stable=True).indices]
+    left = held[strata[held].sort(stable=True).indices]
     parts = []
     for size in (int(sizes[1]), int(sizes[2])):
         start = torch.rand((), dtype=torch.float64, generator=generator)

@@ -32,7 +32,7 @@ def random_crop(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tens
     rows = places[0] + torch.arange(height, device=x.device)
     columns = places[1] + torch.arange(width, device=x.device)
     # One flat index a pixel, shared by the channels: several times faster than indexing in four dimensions.
-    pixels = (rows[:, :, None] * padded.shape[-1] + columns[:, None, :]).view(n, 1, -1).expand(-1, channels, -1)
+    pixels = (rows[:, :, None] * padded.shape[-1] + columns[:, None, :]).flatten(1)[:, None].expand(-1, channels, -1)
     return padded.flatten(2).gather(2, pixels).view(x.shape)
 
 

@@ -271,7 +271,7 @@ def _as_tensor(sample: Any) -> Tensor:
     if array.dtype == np.uint8 and array.ndim in (2, 3) and not isinstance(sample, np.ndarray):
         # A PIL image: height, width and, for colour, channels last.
         array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    return torch.from_numpy(np.array(array, order="C"))
 
 
 def _stack(items: Iterable[Any] | Sized) -> tuple[Tensor, Tensor]:

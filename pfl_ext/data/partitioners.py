@@ -74,6 +74,7 @@ def iid(
         dataset,
         clients,
         torch.zeros(len(dataset), dtype=torch.int64),
+        1,
         draw,
         generator=generator,
         validation=validation,
@@ -108,6 +109,7 @@ def dirichlet(
         dataset,
         clients,
         _classes_of(dataset, "dirichlet"),
+        len(dataset.classes),
         generator=generator,
         alpha=alpha,
         balance=balance,
@@ -136,6 +138,7 @@ def labels_per_client(
     Classes are dealt so that all have equally many clients, to within one. The number of samples is the largest that
     every class can give to each of its clients; what the larger classes have beyond that is not used.
     """
+    classes = _classes_of(dataset, "labels_per_client")
     has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
 
     def draw(available: Tensor) -> Tensor:
@@ -153,7 +156,8 @@ def labels_per_client(
     return allocate(
         dataset,
         clients,
-        _classes_of(dataset, "labels_per_client"),
+        classes,
+        len(dataset.classes),
         draw,
         generator=generator,
         validation=validation,
@@ -178,6 +182,7 @@ def ds1(
     A client's shares of its classes start uniform on the simplex and are fitted to equal totals and to what the
     classes have, by scaling rows and columns in turn; a few samples that do not fit remain unused.
     """
+    classes = _classes_of(dataset, "ds1")
     has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
 
     def draw(available: Tensor) -> Tensor:
@@ -205,7 +210,8 @@ def ds1(
     return allocate(
         dataset,
         clients,
-        _classes_of(dataset, "ds1"),
+        classes,
+        len(dataset.classes),
         draw,
         generator=generator,
         validation=validation,
@@ -235,6 +241,7 @@ def ds2(
         dataset,
         clients,
         _classes_of(dataset, "ds2"),
+        len(dataset.classes),
         generator=generator,
         alpha=alpha,
         balance=False,
@@ -270,6 +277,7 @@ def ds3(
         raise ValueError(f"sigma is {sigma}; a finite number that is not negative is accepted")
     if minimum < 1:
         raise ValueError(f"minimum is {minimum}; at least one sample of each of a client's classes is accepted")
+    classes = _classes_of(dataset, "ds3")
     has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
 
     def draw(available: Tensor) -> Tensor:
@@ -290,7 +298,8 @@ def ds3(
     return allocate(
         dataset,
         clients,
-        _classes_of(dataset, "ds3"),
+        classes,
+        len(dataset.classes),
         draw,
         generator=generator,
         validation=validation,
@@ -333,6 +342,7 @@ def by_domain(
         dataset,
         clients,
         dataset.domain,
+        domains,
         draw,
         generator=generator,
         validation=validation,
@@ -369,6 +379,7 @@ def dirichlet_meta(
         dataset,
         clients,
         number[combination],
+        int(number.max()) + 1,
         generator=generator,
         alpha=alpha,
         balance=False,
@@ -413,6 +424,7 @@ def _dirichlet(
     dataset: Dataset,
     clients: int,
     category: Tensor,
+    categories: int,
     *,
     generator: torch.Generator,
     alpha: float,
@@ -450,6 +462,7 @@ def _dirichlet(
         dataset,
         clients,
         category,
+        categories,
         draw,
         generator=generator,
         validation=validation,

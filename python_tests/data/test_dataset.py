@@ -1,0 +1,188 @@
+"""Datasets: what batch() returns, what is refused, and the fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from pfl_ext.data import Dataset
+from pfl_ext.data.dataset import channel_statistics
+
+
+def images(n: int = 12, channels: int = 3, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (n, channels, 4, 5), dtype=torch.uint8, generator=generator)
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    return Dataset.from_tensors(images(), torch.arange(12) % 3, images(6, seed=1), torch.arange(6) % 3)
+
+
+def test_training_and_test_samples_share_one_index_space(dataset):
+    assert len(dataset) == 18
+    assert dataset.is_test.tolist() == [False] * 12 + [True] * 6
+    assert torch.equal(dataset.inputs[12:], images(6, seed=1))
+    assert dataset.input_shape == (3, 4, 5)
+    assert dataset.classes == ("0", "1", "2")
+
+
+def test_a_batch_has_the_asked_samples_in_the_asked_order_normalised(dataset):
+    indices = torch.tensor([7, 0, 13, 7])
+    x, y = dataset.batch(indices)
+    mean, std = dataset.mean.double(), dataset.std.double()
+    expected = (dataset.inputs[indices].double() - mean[:, None, None]) / std[:, None, None]
+    assert x.dtype == torch.float32
+    # x * (1 / std) - mean / std rounds the two terms, each at most 256 / std, and their difference: 2^-24 each.
+    torch.testing.assert_close(x.double(), expected, rtol=0, atol=4 * 256 / float(std.min()) * 2**-24)
+    assert torch.equal(y, dataset.targets[indices])
+
+
+def test_a_batch_is_a_copy(dataset):
+    before = dataset.inputs.clone()
+    plain = Dataset.from_tensors(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
+    for data in (dataset, plain):
+        data.batch([0, 1])[0].fill_(-1)
+    assert torch.equal(dataset.inputs, before)
+    assert torch.equal(plain.inputs, torch.ones(4, 2))
+
+
+def test_indices_may_be_a_list(dataset):
+    assert torch.equal(dataset.batch([3, 1])[0], dataset.batch(torch.tensor([3, 1]))[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.uint8, torch.float32, torch.float64])
+def test_batches_come_in_the_chosen_dtype(dtype, stored):
+    raw = images().to(stored)
+    data = Dataset.from_tensors(raw, torch.arange(12) % 3, mean=[100.0] * 3, std=[50.0] * 3).to("cpu", dtype)
+    x, _ = data.batch(torch.arange(12))
+    assert x.dtype == dtype
+    expected = (raw.double() - 100) / 50
+    # The arithmetic is at least float32: after that one rounding to dtype.
+    torch.testing.assert_close(x.double(), expected, rtol=torch.finfo(dtype).eps, atol=2**-20)
+
+
+def test_floating_inputs_are_left_alone_unless_statistics_are_given():
+    raw = torch.randn(5, 2)
+    data = Dataset.from_tensors(raw, torch.zeros(5, dtype=torch.int64))
+    assert data.mean is None
+    assert torch.equal(data.batch(torch.arange(5))[0], raw)
+
+
+def test_statistics_are_those_of_the_training_part():
+    train, test = torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.full((4, 1, 2, 2), 9, dtype=torch.uint8)
+    train[:2] = 2
+    data = Dataset.from_tensors(train, torch.arange(4), test, torch.arange(4))
+    assert data.mean.tolist() == [1.0]
+    assert data.std.tolist() == [1.0]
+
+
+def test_channel_statistics_of_bytes_equal_those_of_floats():
+    raw = images(50)
+    for exact, floating in zip(channel_statistics(raw), channel_statistics(raw.double()), strict=True):
+        torch.testing.assert_close(exact, floating)
+
+
+def test_a_constant_channel_does_not_divide_by_zero():
+    data = Dataset.from_tensors(torch.full((4, 1, 2, 2), 7, dtype=torch.uint8), torch.arange(4))
+    assert torch.equal(data.batch([0])[0], torch.zeros(1, 1, 2, 2))
+
+
+def test_multi_label_targets_come_as_floats():
+    targets = torch.tensor([[1, 0], [1, 1], [0, 0]], dtype=torch.uint8)
+    data = Dataset.from_tensors(torch.randn(3, 4), targets, classes=["edema", "effusion"])
+    assert data.multilabel
+    y = data.batch([1, 2])[1]
+    assert y.dtype == torch.float32
+    assert y.tolist() == [[1, 1], [0, 0]]
+
+
+def test_the_fingerprint_follows_the_content_and_nothing_else(dataset):
+    same = Dataset.from_tensors(images(), torch.arange(12) % 3, images(6, seed=1), torch.arange(6) % 3, name="other")
+    assert dataset.fingerprint == same.fingerprint
+    assert dataset.fingerprint == dataset.to("cpu", torch.float64).fingerprint
+    assert dataset.fingerprint == dataclasses.replace(dataset, mean=None, std=None).fingerprint
+    changed = dataset.inputs.clone()
+    changed[17, 2, 3, 4] ^= 1
+    flipped = dataset.targets.roll(1)
+    parts = ~dataset.is_test
+    variants = [
+        dataclasses.replace(dataset, inputs=changed),
+        dataclasses.replace(dataset, targets=flipped),
+        dataclasses.replace(dataset, is_test=parts),
+        dataclasses.replace(dataset, classes=("a", "b", "c")),
+        dataclasses.replace(dataset, domain=torch.zeros(18, dtype=torch.int64), domains=("a",)),
+    ]
+    assert len({dataset.fingerprint, *(variant.fingerprint for variant in variants)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": torch.zeros(17, dtype=torch.int64)}, "17 entries for 18 samples"),
+        ({"targets": torch.full((18,), 3)}, "from 3 to 3 for 3 classes"),
+        ({"targets": torch.zeros(18, dtype=torch.int32)}, "int32"),
+        ({"targets": torch.zeros(18, 2)}, "for 3 labels"),
+        ({"inputs": torch.zeros(18, 2, dtype=torch.int64)}, "uint8 or floating"),
+        ({"is_test": torch.zeros(18)}, "bool"),
+        ({"domain": torch.ones(18, dtype=torch.int64), "domains": ("a",)}, "for 1 domains"),
+        ({"mean": None}, "come together"),
+        ({"std": torch.zeros(3)}, "positive std"),
+        ({"mean": torch.zeros(2)}, r"\[3\] each"),
+        ({"dtype": torch.int64}, "a floating one"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(dataset, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(dataset, **change)
+
+
+def test_parts_of_different_shape_are_refused():
+    with pytest.raises(ValueError, match="test samples"):
+        Dataset.from_tensors(images(), torch.arange(12), images(channels=1), torch.arange(12))
+    with pytest.raises(ValueError, match="come together"):
+        Dataset.from_tensors(images(), torch.arange(12), images())
+    with pytest.raises(ValueError, match="whole"):
+        Dataset.from_tensors(images(), torch.rand(12))
+
+
+class Pictures(torch.utils.data.Dataset):
+    """PIL images, as torchvision's datasets give them."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def __len__(self):
+        return len(self.arrays)
+
+    def __getitem__(self, i):
+        return pytest.importorskip("PIL.Image").fromarray(self.arrays[i]), i % 2
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 5, 3), (6, 4, 5)], ids=["colour", "grey"])
+def test_a_torch_dataset_of_pictures_is_read_once_with_channels_first(shape):
+    arrays = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    data = Dataset.from_torch(Pictures(arrays), Pictures(arrays[:2]))
+    assert data.classes == ("cat", "dog")
+    assert data.is_test.tolist() == [False] * 6 + [True] * 2
+    expected = arrays.transpose(0, 3, 1, 2) if arrays.ndim == 4 else arrays[:, None]
+    assert torch.equal(data.inputs[:6], torch.from_numpy(expected.copy()))
+
+
+def test_a_torch_dataset_of_tensors_is_taken_as_it_is():
+    x, y = torch.randn(5, 7), torch.arange(5) % 2
+    data = Dataset.from_torch(torch.utils.data.TensorDataset(x, y), name="mine")
+    assert data.name == "mine"
+    assert torch.equal(data.inputs, x)
+    assert torch.equal(data.targets, y)
+
+
+def test_a_torch_dataset_of_different_shapes_is_refused():
+    with pytest.raises(ValueError, match="sample 1 is"):
+        Dataset.from_torch([(torch.zeros(2), 0), (torch.zeros(3), 1)])
