@@ -29,14 +29,10 @@ def apportion(weights: Tensor, total: int, generator: torch.Generator) -> Tensor
     quota = weights.double() / float(weights.sum()) * total
     counts = quota.floor().to(torch.int64)
     order = torch.randperm(len(weights), generator=generator)
-    # Only entries with a weight may be rounded up. Rounding errors of the quotas can make the floors sum to one more
-    # than the total: then the smallest remainders give it back.
+    # Entries without a weight come last: they get nothing.
     remainder = torch.where(weights > 0, quota - counts, -1.0)[order]
-    missing = total - int(counts.sum())
-    ranked = order[remainder.sort(descending=missing >= 0, stable=True).indices]
-    if missing < 0:
-        ranked = ranked[counts[ranked] > 0]
-    counts[ranked[: abs(missing)]] += 1 if missing > 0 else -1
+    ranked = order[remainder.sort(descending=True, stable=True).indices]
+    counts[ranked[: total - int(counts.sum())]] += 1
     return counts
 
 

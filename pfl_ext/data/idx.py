@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import math
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -35,15 +37,14 @@ def read_idx(path: Path) -> Tensor:
     """An IDX file of bytes, gzipped or not: two zeros, the type 8, the number of dimensions, big-endian sizes, data."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if len(data) < 4 or data[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is no IDX file of bytes: it starts with {data[:4].hex() or 'nothing'}")
-    dimensions = data[3]
-    shape = np.frombuffer(data[4 : 4 + 4 * dimensions], dtype=">u4").astype(np.int64)
-    start = 4 + 4 * dimensions
-    if len(shape) != dimensions or len(data) - start != shape.prod():
-        raise ValueError(f"{path} is cut off or damaged: {len(data) - start} bytes for the shape {shape.tolist()}")
+    start = 4 + 4 * data[3]
+    shape = [int.from_bytes(data[place : place + 4], "big") for place in range(4, start, 4)]
+    if len(data) - start != math.prod(shape):
+        raise ValueError(f"{path} is cut off or damaged: {len(data)} bytes for a header of {start} and {shape}")
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape).copy())
 
 

@@ -255,6 +255,28 @@ def test_those_below_the_minimum_are_filled_by_those_with_much():
     assert filled.sum(1)[2:].tolist() in ([98, 983], [99, 982])
 
 
+def test_filling_up_takes_nobody_below_the_minimum():
+    filled = raise_to_minimum(torch.tensor([[0, 0], [5, 5], [10, 0], [0, 12]]), 8, seeded())
+    assert filled.sum(1).tolist() == [8, 8, 8, 8]
+
+
+def test_a_class_that_only_full_clients_would_get_is_shared_by_the_others():
+    # With a tiny alpha each class goes to one client, and under the balance rule sooner or later to a full one.
+    dataset = make([50] * 20)
+    for seed in range(5):
+        partition = PARTITIONERS["dirichlet"](
+            dataset, 4, generator=seeded(seed), alpha=1e-300, balance=True, minimum=1, test="split"
+        )
+        sizes = held_counts(partition, dataset).sum(1)
+        assert int(sizes.sum()) == 1000
+        assert int(sizes.max()) < 250 + 50
+
+
+def test_a_single_sample_is_for_training_whatever_the_fractions():
+    partition = PARTITIONERS["iid"](make([9]), 9, generator=seeded(), validation=0.45, test="split", test_fraction=0.5)
+    assert [len(indices) for indices in partition.train] == [1] * 9
+
+
 def test_meta_categories_are_combinations_and_the_rare_ones_together():
     generator = seeded()
     targets = torch.tensor([[0, 0, 0]] * 300 + [[1, 0, 0]] * 200 + [[1, 1, 0]] * 40 + [[0, 0, 1]] * 30)
