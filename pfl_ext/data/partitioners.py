@@ -390,6 +390,7 @@ def dirichlet_meta(
         test=test,
         test_fraction=test_fraction,
         partitioner="dirichlet_meta",
+        more={"group_below": group_below},
     )
 
 
@@ -436,6 +437,7 @@ def _dirichlet(
     test: str,
     test_fraction: float,
     partitioner: str,
+    more: dict[str, int] | None = None,
 ) -> Partition:
     if not 0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}; a positive, finite number is accepted")
@@ -477,5 +479,6 @@ def _dirichlet(
             "minimum": minimum,
             "per_class": per_class,
             "server": server,
+            **(more or {}),
         },
     )

@@ -293,6 +293,7 @@ def test_meta_categories_are_combinations_and_the_rare_ones_together():
     largest = torch.bincount(owner[rare], minlength=4).max()
     assert int(largest) >= 70 - 4  # but for a sample for each client that had none
     assert sum(len(indices) for indices in partition.train) == 570
+    assert partition.description["group_below"] == 100
 
 
 def test_domains_go_to_their_clients_in_order():
