@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -131,6 +132,17 @@ def _configuration(arguments: Sequence[str]) -> tuple[dict[str, Any], str]:
 
 
 def _check_method(name: str) -> None:
+    """Refuse an unknown method; make that of a file, ``path/to/file.py:Class``, known."""
+    path, colon, cls = name.rpartition(":")
+    if colon and name not in METHODS:
+        file = Path(path)
+        if not file.is_file():
+            raise _Usage(f"{path} of the method {name} is not a file; path/to/file.py:Class is accepted")
+        sys.path.insert(0, str(file.resolve().parent))  # by its name: worker processes import it the same way
+        found = getattr(importlib.import_module(file.stem), cls, None)
+        if not (isinstance(found, type) and issubclass(found, Method)):
+            raise _Usage(f"{path} has no method {cls}; a class derived from pfl_ext.federation.Method is accepted")
+        METHODS[name] = found
     if name not in METHODS:
         raise _Usage(f"unknown method {name!r}{nearest(name, METHODS)}; known are {', '.join(METHODS)}")
 
@@ -185,8 +197,10 @@ def run(arguments: Sequence[str]) -> int:
     """``pfl-ext run METHOD``: one method, its results in a folder."""
     with _reported("run") as status:
         config, partition = _configuration(arguments)
-        method = next((a for a in arguments if not a.startswith("-")), None) if arguments else None
-        named = method if method in METHODS else config.get("method", {}).get("name")
+        # The method decides what options there are, so it is looked for before they are parsed.
+        first = [a for a in arguments[:1] if not a.startswith("-")]
+        named = next((a for a in (*first, *arguments) if a in first or a in METHODS or ".py:" in a), None)
+        named = named or config.get("method", {}).get("name")
         parser = _parser("run", "Run a method. `pfl-ext run METHOD --help` lists the method's own options too.")
         parser.epilog = _METHODS_HELP
         parser.add_argument(
@@ -219,7 +233,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _name(experiment: Experiment) -> str:
     data = experiment.data.replace(":", "-").replace("/", "-")
-    return f"{experiment.method}-{data}-{experiment.partition}-seed{experiment.settings.seed}"
+    method = type(experiment.make_method()).__name__.lower() if ":" in experiment.method else experiment.method
+    return f"{method}-{data}-{experiment.partition}-seed{experiment.settings.seed}"
 
 
 def _one(

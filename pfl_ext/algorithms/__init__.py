@@ -1,4 +1,7 @@
-"""The methods, one file each."""
+"""The methods, one file each. A new file with a :class:`Method` in it is all it takes to add one."""
+
+import importlib
+import pkgutil
 
 from pfl_ext.federation import Method
 
@@ -9,12 +12,16 @@ from .persfl import PersFL
 
 __all__ = ["METHODS", "Ditto", "FedAvg", "FedAvgFT", "FedProx", "PersFL", "Standalone"]
 
-METHODS: dict[str, type[Method]] = {
-    "standalone": Standalone,
-    "fedavg": FedAvg,
-    "fedavg-ft": FedAvgFT,
-    "fedprox": FedProx,
-    "ditto": Ditto,
-    "persfl": PersFL,
-}
+
+def _found() -> dict[str, type[Method]]:
+    """The methods of all files of this folder by their names."""
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        for value in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
+            if isinstance(value, type) and issubclass(value, Method) and "name" in vars(value):
+                found[value.name] = value
+    return dict(sorted(found.items()))
+
+
+METHODS = _found()
 """A method's name on the command line, and its class."""

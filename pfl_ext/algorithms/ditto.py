@@ -26,6 +26,8 @@ class Ditto(Method):
     :math:`v_k` is held near the :math:`w` that the round began with.
     """
 
+    name = "ditto"
+
     lam: float = option(1.0, "lambda, how strongly the personal model is held near the global one")
     personal_epochs: int = option(1, "passes over a client's data for the personal model in a round")
 

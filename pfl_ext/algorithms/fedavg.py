@@ -29,6 +29,8 @@ class FedAvg(Method):
         w &\leftarrow \sum_k \tfrac{n_k}{n} w_k
     """
 
+    name = "fedavg"
+
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model."""
         client.model.load(received["model"])
@@ -43,6 +45,8 @@ class FedAvg(Method):
 @dataclass(frozen=True)
 class FedAvgFT(FedAvg):
     """FedAvg, then each client fine-tunes the last global model on its own data."""
+
+    name = "fedavg-ft"
 
     fine_tune_epochs: int = option(5, "passes over a client's data after the last round")
 
@@ -65,6 +69,8 @@ class FedAvgFT(FedAvg):
 @dataclass(frozen=True)
 class Standalone(Method):
     """Each client trains a model of its own; nothing is sent. A round is E epochs of each selected client."""
+
+    name = "standalone"
 
     def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """Nothing: there is no server."""

@@ -23,6 +23,8 @@ class FedProx(Method):
         w &\leftarrow \sum_k \tfrac{n_k}{n} w_k
     """
 
+    name = "fedprox"
+
     mu: float = option(0.01, "weight of the proximal term; 0 is FedAvg")
 
     def __post_init__(self) -> None:

@@ -45,6 +45,8 @@ class PersFL(Method):
     the one with the lowest mean validation loss among those that were trained on, which the server keeps (section 6).
     """
 
+    name = "persfl"
+
     teacher: str = option(
         "optimal", "O_k is the client's best global model, or the last one (Table 4)", choices=("optimal", "last")
     )

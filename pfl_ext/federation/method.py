@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -57,6 +57,9 @@ class Method:
     A method has no state of its own: what the server keeps is in ``server``, what a client keeps in ``client``, so that
     a run can be saved at any round and clients can be trained in any process. ``docs/methods.md`` shows a whole one.
     """
+
+    name: ClassVar[str]
+    """What the method is called on the command line."""
 
     lr: float = option(0.01, "step size of the local SGD")
     momentum: float = option(0.0, "momentum of the local SGD; it starts anew in each round")
