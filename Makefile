@@ -1,7 +1,7 @@
 # Everything from a fresh clone, on a machine that has Python 3.10 or later and a C++ compiler:
 #
 #   make test            make the environment, build, run the tests
-#   make demo            make the environment, build, show `pfl-ext info` and a short benchmark
+#   make demo            make the environment, build, compare PersFL, FedAvg and Ditto on digits
 #   make help            all targets
 #
 #   ENV=path             use this existing virtual environment (with torch in it) instead of making .venv
@@ -74,10 +74,11 @@ build: $(VENV)/installed ## make the environment, compile and install
 test: build ## all tests; on the GPU too where there is one
 	$(BIN)/pytest
 
-demo: build ## `pfl-ext info` and a short averaging benchmark with its table
+demo: build ## PersFL, FedAvg and Ditto on digits: table and plots in build/demo
 	$(BIN)/pfl-ext info
-	$(BIN)/pfl-ext bench averaging --quick --output build/demo
-	$(BIN)/pfl-ext bench averaging --quick --output build/demo --table
+	rm -rf build/demo
+	$(BIN)/pfl-ext compare persfl fedavg ditto --data digits --partition ds1 --clients 10 --rounds 20 --lr 0.1 \
+	  --seeds 0,1,2 --output build/demo
 
 # ---- what CI runs beside the tests -----------------------------------------------------------------------------------
 

@@ -11,11 +11,20 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_first_example_runs(monkeypatch):
+OPS, METHODS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_of_ops_runs():
     pytest.importorskip("torchvision")
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     # Three clients show as much as twenty.
-    exec(compile(example.replace("range(20)", "range(3)"), "README.md", "exec"), {})
+    exec(compile(OPS.replace("range(20)", "range(3)"), "README.md", "exec"), {})
+
+
+def test_the_example_of_a_method_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(METHODS.replace("rounds=20", "rounds=3"), "README.md", "exec"), {})
+    assert float(capsys.readouterr().out) > 0.5
+    assert (tmp_path / "results" / "persfl" / "metrics.jsonl").exists()
 
 
 def test_the_test_command_is_the_one_that_ci_runs():
