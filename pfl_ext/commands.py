@@ -208,7 +208,7 @@ def run(arguments: Sequence[str]) -> int:
         )
         if named is not None:
             _check_method(named)
-            group = parser.add_argument_group(f"method {named}")
+            group = parser.add_argument_group(f"method {named}", (METHODS[named].__doc__ or "").strip().splitlines()[0])
             for option in method_options(named).values():
                 _add(group, option, "method")
         _add_data(parser, partition)
@@ -404,11 +404,26 @@ def _compare(experiments: Sequence[Experiment], methods: Sequence[str], parsed: 
     styles = (("markdown", "md"), ("csv", "csv"), ("latex", "tex"))
     for style, suffix in styles:
         (folder / f"comparison.{suffix}").write_text(table(rows, style=style), encoding="utf-8")
-    (folder / "users.md").write_text(table(transpose(per_user(runs), "user")), encoding="utf-8")
+    (folder / "users.md").write_text(_users(runs), encoding="utf-8")
     print(table(rows, style=parsed.style))
     if not parsed.no_plots:
         _draw(runs, folder, dataset, partition)
     print(f"compared on {first.data}: results in {folder}")
+
+
+def _users(runs: Mapping[str, Sequence[ResultsFolder]]) -> str:
+    """PersFL's Tables 2 to 6: a row a user, for the accuracy and for what clients chose where they chose something."""
+    text = "Accuracy of each user's personal model (global where a method has none), per cent\n\n"
+    text += table(transpose(per_user(runs), "user"))
+    for metric, title in (
+        ("temperature", "Temperature T that each user chose"),
+        ("lambda", "Imitation lambda that each user chose"),
+        ("teacher_round", "Round of each user's optimal teacher"),
+    ):
+        chosen = {name: folders for name, folders in runs.items() if metric in folders[0].clients()[0]}
+        if chosen:
+            text += f"\n{title}\n\n" + table(transpose(per_user(chosen, metric), "user"))
+    return text
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

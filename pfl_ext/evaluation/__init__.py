@@ -5,7 +5,7 @@ from .metrics import classification_metrics
 from .plots import accuracy_curves, client_distribution
 from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
-from .summary import best_rounds, summarize
+from .summary import best_rounds, rounds_to_converge, summarize
 from .tables import Spread, comparison, per_user, table, transpose
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "client_distribution",
     "comparison",
     "per_user",
+    "rounds_to_converge",
     "summarize",
     "table",
     "tensorboard",

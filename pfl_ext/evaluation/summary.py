@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["best_rounds", "summarize"]
+__all__ = ["best_rounds", "rounds_to_converge", "summarize"]
 
 _QUANTILES = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
 
@@ -110,3 +110,22 @@ def best_rounds(
         }
         for model, entries in rounds.items()
     }
+
+
+def rounds_to_converge(history: Sequence[Mapping[str, Any]], model: str, share: float = 0.99) -> int | None:
+    """The first evaluated round whose mean accuracy is at least ``share`` of the highest of all; None without any.
+
+    Judged on validation data, else on test data. PersFL's Table 7 counts rounds without saying by which rule.
+    """
+    for split in ("validation", "test"):
+        judged = [
+            (record["round"], value)
+            for record in history
+            if not np.isnan(
+                value := record.get("models", {}).get(model, {}).get(split, {}).get("accuracy", {}).get("mean", np.nan)
+            )
+        ]
+        if judged:
+            highest = max(value for _, value in judged)
+            return next(int(round) for round, value in judged if value >= share * highest)
+    return None

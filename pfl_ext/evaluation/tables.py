@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .results import ResultsFolder, Runs
-from .summary import best_rounds
+from .summary import best_rounds, rounds_to_converge
 
 __all__ = ["Spread", "Style", "comparison", "per_user", "table", "transpose"]
 
@@ -178,8 +178,9 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     the clients, ``global test`` the result on the union of the test sets. Then, for the ``model`` that the method gives
     its clients (the personal one if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %`` over the clients;
     ``best by validation``, the local test in the round that the validation data choose; ``best on test``, which is an
-    upper bound and no result. Last, what it cost: the bytes up and down of all rounds, the parameters that a client
-    trains (``trained_parameters`` in the records' ``training``), the median time of a round.
+    upper bound and no result. Last, what it cost: the rounds until the global model (else the given one) had 99 % of
+    its highest accuracy, the bytes up and down of all rounds, the parameters that a client trains
+    (``trained_parameters`` in the records' ``training``), the median time of a round.
 
     Args:
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
@@ -293,6 +294,7 @@ def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric:
     cells["best by validation"] = cell(given, "best_by_validation", "test", statistic)
     cells["best on test"] = cell(given, "best_on_test", "test", statistic)
 
+    cells["rounds to 99 %"] = rounds_to_converge(rounds_only, "global" if "global" in rounds else given or "")
     traffic = [record["communication"] for record in history if "communication" in record]
     trained = [record.get("training", {}).get("trained_parameters") for record in history]
     seconds = [record["seconds"] for record in rounds_only if "seconds" in record]

@@ -57,6 +57,7 @@ class Settings:
     join_round: int = option(0, "the first round late clients take part in; 0: none, they only personalise at the end")
     workers: int = option(1, "processes that train clients side by side; the results are the same to the bit")
     threads: int = option(1, "threads of each of them; unlike workers this may change the last bits")
+    device: str = option("cpu", "where data, models and clients' vectors are, such as cuda; workers need cpu")
     store: str = option("memory", "where clients' vectors are kept", choices=("memory", "mapped"))
     checkpoint_every: int = option(10, "rounds between checkpoints; one is also written after a minute without")
 
@@ -92,6 +93,18 @@ def round_half_up(x: float) -> int:
     return math.floor(x + 0.5)
 
 
+def _usable_device(settings: Settings) -> torch.device:
+    try:
+        device = torch.device(settings.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device is {settings.device!r}, which cannot be used here: {reason}") from None
+    if device.type != "cpu" and settings.workers > 1:
+        raise ValueError(f"{settings.workers} workers on {settings.device}; workers train on the cpu")
+    return device
+
+
 class Federation:
     """A method on clients' data, round by round.
 
@@ -125,12 +138,14 @@ class Federation:
         notify: Callable[[Record], None] | None = None,
     ) -> None:
         """See the class."""
-        self.method, self.dataset, self.partition = method, dataset, partition
         self.settings = Settings() if settings is None else settings
+        device = _usable_device(self.settings)
+        self.method, self.dataset, self.partition = method, dataset.to(device), partition
+        module = copy.deepcopy(module).to(device)
         self._buffers = Buffers() if buffers is None else buffers
         self._notify = notify
         self._check()
-        self._module = copy.deepcopy(module)
+        self._module = module
         layout = WorkingModel(copy.deepcopy(module), self._buffers.local, self._buffers.server)
         self.server = method.server_state(layout)
         self._layout = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
@@ -199,6 +214,7 @@ class Federation:
             "new_clients": [s.new_clients, s.join_round],
             "diverged": s.diverged,
             "threads": s.threads,
+            "device": s.device,
         }
 
     def save(self) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.evaluation import best_rounds, summarize
+from pfl_ext.evaluation import best_rounds, rounds_to_converge, summarize
 
 accuracies = st.lists(st.one_of(st.floats(0, 1), st.just(math.nan)), max_size=45)
 
@@ -117,3 +117,18 @@ def test_without_validation_data_nothing_is_best_by_validation():
     assert best["best_by_validation"] is None
     assert best["best_on_test"]["round"] == 2
     assert best_rounds([{"round": 1}]) == {}
+
+
+def test_convergence_is_the_first_round_near_the_best_by_validation() -> None:
+    def record(round: int, validation: float, test: float) -> dict:
+        return {
+            "round": round,
+            "models": {
+                "global": {"validation": {"accuracy": {"mean": validation}}, "test": {"accuracy": {"mean": test}}}
+            },
+        }
+
+    history = [record(1, 0.5, 0.99), record(2, 0.795, 0.1), {"round": 3}, record(4, 0.8, 0.2)]
+    assert rounds_to_converge(history, "global") == 2
+    assert rounds_to_converge(history, "global", share=1.0) == 4
+    assert rounds_to_converge(history, "personal") is None

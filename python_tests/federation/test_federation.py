@@ -388,3 +388,9 @@ def test_a_name_that_the_method_did_not_announce_is_refused(
 
     with pytest.raises(KeyError, match="secret is not in client_state, which has: nothing"):
         Federation(Careless(), network, dataset, partition, Settings(rounds=1)).run()
+
+
+def test_a_device_that_is_not_there_is_refused(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
+    for device in ("cuda:99", "tpu"):
+        with pytest.raises(ValueError, match=f"device is '{device}', which cannot be used here"):
+            Federation(FedAvg(), network, dataset, partition, Settings(device=device))
