@@ -9,8 +9,9 @@ from .ditto import Ditto
 from .fedavg import FedAvg, FedAvgFT, Standalone
 from .fedprox import FedProx
 from .persfl import PersFL
+from .scd import SCD
 
-__all__ = ["METHODS", "Ditto", "FedAvg", "FedAvgFT", "FedProx", "PersFL", "Standalone"]
+__all__ = ["METHODS", "SCD", "Ditto", "FedAvg", "FedAvgFT", "FedProx", "PersFL", "Standalone"]
 
 
 def _found() -> dict[str, type[Method]]:
