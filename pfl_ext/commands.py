@@ -92,9 +92,10 @@ def _add_data(parser: argparse.ArgumentParser, partition: str) -> None:
         _add(group, option, "partition")
 
 
-def _parser(command: str, description: str) -> argparse.ArgumentParser:
+def _parser(command: str, operands: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"pfl-ext {command}",
+        usage=f"pfl-ext {command}{operands} [options]",
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -201,7 +202,9 @@ def run(arguments: Sequence[str]) -> int:
         first = [a for a in arguments[:1] if not a.startswith("-")]
         named = next((a for a in (*first, *arguments) if a in first or a in METHODS or ".py:" in a), None)
         named = named or config.get("method", {}).get("name")
-        parser = _parser("run", "Run a method. `pfl-ext run METHOD --help` lists the method's own options too.")
+        parser = _parser(
+            "run", " METHOD", "Run a method. `pfl-ext run METHOD --help` lists the method's own options too."
+        )
         parser.epilog = _METHODS_HELP
         parser.add_argument(
             "method", nargs="?", metavar="METHOD", help="the method; may stand in the configuration file"
@@ -321,6 +324,7 @@ def compare(arguments: Sequence[str]) -> int:
         config, partition = _configuration(arguments)
         parser = _parser(
             "compare",
+            " METHOD METHOD ...",
             "Run several methods on identical partitions and random streams, and print one table.\n"
             "A method's own options: --set ditto.lam=0.1, or a table [method.ditto] in the configuration file.",
         )
@@ -433,7 +437,7 @@ def data(arguments: Sequence[str]) -> int:
     """``pfl-ext data``: cut a data set into clients and show who has what."""
     with _reported("data") as status:
         config, partition = _configuration(arguments)
-        parser = _parser("data", "Cut a data set into clients: print who has what, save the partition, draw it.")
+        parser = _parser("data", "", "Cut a data set into clients: print who has what, save the partition, draw it.")
         _add_data(parser, partition)
         group = parser.add_argument_group("output")
         group.add_argument("--config", type=Path, help="a TOML file with the tables data and partition")
