@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pfl_ext.federation import Client, Method, Uploads, WorkingModel, local_sgd, option
@@ -15,9 +16,8 @@ __all__ = ["FedAvg", "FedAvgFT", "Standalone", "average"]
 
 def average(uploads: Uploads, name: str = "model") -> Tensor:
     r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something."""
-    result = weighted_average([[vector] for vector in uploads[name]], uploads.samples)[0]
-    assert isinstance(result, Tensor)
-    return result
+    pieces = [weighted_average([[part] for part in parts], uploads.samples)[0] for parts in uploads.pieces(name)]
+    return torch.cat(pieces)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
 from pfl_ext.evaluation import ResultsFolder, classification_metrics, summarize
 
 from . import checkpoint
-from .mapping import scratch_folder
+from .mapping import LARGE, MappedTensor, scratch_folder
 from .method import Method, Uploads, option
 from .model import WorkingModel
 from .store import ClientStore
@@ -153,6 +153,7 @@ class Federation:
         self.folder = None if folder is None else Path(folder)
         self.results = None if self.folder is None else self._open_results(self.folder, resume)
         self.store = self._make_store(Turns.kept(method, layout))
+        self._uploads = scratch_folder(self, 1 << 62) if self.settings.store == "mapped" else None
         self.round = 0
         self.personalized = 0
         self.records: list[Record] = []
@@ -309,13 +310,14 @@ class Federation:
             sent, report = result
             clients.append(k)
             samples.append(len(self.partition.train[k]))
-            vectors.append(sent)
+            vectors.append({name: self._kept_until_averaged(k, name, vector) for name, vector in sent.items()})
             self.reports[k] |= report
         if not clients:
             raise Diverged(dropped[0], t, "training, as that of all others selected,")
         uploads = Uploads(clients, samples, vectors)
         down = [self.server[name] for name in self.method.received()]
         self.method.server_round(self.server, uploads)
+        uploads.discard()
         engine.publish(self.server)
         self.round = t
         record: Record = {
@@ -329,6 +331,12 @@ class Federation:
         if t % s.evaluate_every == 0 or t == s.rounds:
             record |= self._evaluate(engine, t)
         self._keep(record, begin)
+
+    def _kept_until_averaged(self, client: int, name: str, vector: Tensor) -> Tensor | MappedTensor:
+        """An upload, in a file where clients' vectors are: with all clients selected both are of the same size."""
+        if self._uploads is None or vector.nbytes < LARGE:
+            return vector
+        return MappedTensor.copy(vector, self._uploads / f"{name}-{client}")
 
     def _communication(self, uploads: Uploads | None, receivers: int, down: list[Tensor]) -> dict[str, int]:
         return {

@@ -1,4 +1,4 @@
-"""Tensors in memory-mapped files: larger than memory, or seen by several processes."""
+"""Tensors in files, mapped or read in parts: larger than memory, or seen by several processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["MappedTensor", "scratch_folder"]
+__all__ = ["LARGE", "MappedTensor", "scratch_folder"]
+
+LARGE = 1 << 16
+"""Bytes from which a tensor is worth a file of its own."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,40 @@ class MappedTensor:
     def copy(cls, tensor: Tensor, path: Path) -> MappedTensor:
         """A file with what ``tensor`` holds."""
         mapped = cls.create(path, tuple(tensor.shape), tensor.dtype)
-        mapped.open().copy_(tensor)
+        mapped.write(0, tensor.reshape(-1))
         return mapped
+
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel() * self.dtype.itemsize
+
+    # Mapped pages count as memory of the process for as long as they are mapped, and a mapped write to a full disk
+    # kills it. So what is used once goes through the file: all see it the same, and a full disk is an OSError.
+
+    def read(self, begin: int, count: int) -> Tensor:
+        """A copy of ``count`` numbers from number ``begin`` on."""
+        result = torch.empty(count, dtype=self.dtype)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(begin * self.dtype.itemsize)
+            if file.readinto(result.view(torch.uint8).numpy().data) != result.nbytes:
+                raise OSError(f"{self.path} ends before number {begin + count}")
+        return result
+
+    def write(self, begin: int, values: Tensor) -> None:
+        """Replace the numbers from number ``begin`` on by those of a vector."""
+        content = values.detach().cpu().contiguous().view(torch.uint8).numpy()
+        with self.path.open("r+b") as file:
+            file.seek(begin * self.dtype.itemsize)
+            file.write(content.data)
 
     def open(self) -> Tensor:
         """The tensor; what one process writes, the others see."""
-        size = math.prod(self.shape)
+        size = self.numel()
         if size == 0:  # an empty file cannot be mapped
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.from_file(str(self.path), shared=True, size=size, dtype=self.dtype).view(self.shape)

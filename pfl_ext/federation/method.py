@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,9 +13,12 @@ from torch import Tensor
 from pfl_ext.data import Partition
 
 from .client import Client
+from .mapping import MappedTensor
 from .model import WorkingModel
 
 __all__ = ["Method", "Uploads", "option"]
+
+_PIECES = 1 << 28  # bytes of all clients' pieces together, where uploads are in files
 
 
 def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None) -> Any:
@@ -29,13 +32,36 @@ class Uploads:
     ``uploads["model"]`` is the list of the clients' vectors of that name.
     """
 
-    def __init__(self, clients: list[int], samples: list[int], vectors: list[dict[str, Tensor]]) -> None:
+    def __init__(self, clients: list[int], samples: list[int], vectors: list[dict[str, Tensor | MappedTensor]]) -> None:
         """Made by the round."""
         self.clients, self.samples, self._vectors = clients, samples, vectors
 
     def __getitem__(self, name: str) -> list[Tensor]:
         """The vectors of that name, one a client."""
-        return [vectors[name] for vectors in self._vectors]
+        every = (vectors[name] for vectors in self._vectors)
+        return [vector.open() if isinstance(vector, MappedTensor) else vector for vector in every]
+
+    def pieces(self, name: str) -> Iterator[list[Tensor]]:
+        """The same, cut alike into pieces that follow each other: a single one where they are in memory.
+
+        For what the server computes number by number, such as an average, on more clients than memory holds.
+        """
+        every = [vectors[name] for vectors in self._vectors]
+        files = [vector for vector in every if isinstance(vector, MappedTensor)]
+        if len(files) < len(every):
+            yield self[name]
+            return
+        size = files[0].numel()
+        step = max(1, _PIECES // (len(files) * files[0].dtype.itemsize))
+        for begin in range(0, size, step):
+            yield [file.read(begin, min(step, size - begin)) for file in files]
+
+    def discard(self) -> None:
+        """Remove the files of those that are in files (the round does this when the server is done)."""
+        for vectors in self._vectors:
+            for vector in vectors.values():
+                if isinstance(vector, MappedTensor):
+                    vector.path.unlink(missing_ok=True)
 
     def __len__(self) -> int:
         """How many clients sent something."""

@@ -22,8 +22,8 @@ class ClientStore:
     Args:
         clients: how many rows.
         initial: for each name the vector all clients begin with.
-        folder: keep the rows in memory-mapped files there (made anew), so that more clients fit than memory holds and
-            worker processes that are given the store see the same rows. None keeps them on the vectors' device.
+        folder: keep the rows in files there (made anew), so that more clients fit than memory holds and worker
+            processes that are given the store see the same rows. None keeps them on the vectors' device.
     """
 
     def __init__(self, clients: int, initial: Mapping[str, Tensor], folder: Path | None = None) -> None:
@@ -46,13 +46,13 @@ class ClientStore:
             else:
                 self._files[name] = (
                     MappedTensor.create(folder / f"{name}.rows", shape, vector.dtype),
-                    MappedTensor.create(folder / f"{name}.written", (clients,), torch.bool),
+                    MappedTensor.copy(torch.zeros(clients, dtype=torch.bool), folder / f"{name}.written"),
                 )
         self._open()
 
     def _open(self) -> None:
-        for name, (rows, written) in self._files.items():
-            self._rows[name], self._written[name] = rows.open(), written.open()
+        for name, (_, written) in self._files.items():
+            self._written[name] = written.open()
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs to see the same rows."""
@@ -72,8 +72,12 @@ class ClientStore:
 
     def read(self, client: int, name: str) -> Tensor:
         """A copy of the client's vector."""
-        source = self._rows[name][client] if self._written[name][client] else self.initial[name]
-        return source.clone()
+        initial = self.initial[name]
+        if not self._written[name][client]:
+            return initial.clone()
+        if name in self._files:
+            return self._files[name][0].read(client * initial.numel(), initial.numel())
+        return self._rows[name][client].clone()
 
     def write(self, client: int, name: str, vector: Tensor) -> None:
         """Keep ``vector`` for the client."""
@@ -81,7 +85,10 @@ class ClientStore:
             raise ValueError(
                 f"{name} of client {client} is {list(vector.shape)}; {list(self.initial[name].shape)} is kept"
             )
-        self._rows[name][client].copy_(vector)
+        if name in self._files:
+            self._files[name][0].write(client * vector.numel(), vector.to(self.initial[name].dtype))
+        else:
+            self._rows[name][client].copy_(vector)
         self._written[name][client] = True
 
     def written(self, client: int, name: str) -> bool:
@@ -91,7 +98,8 @@ class ClientStore:
     def tensors(self) -> dict[str, Tensor]:
         """Everything to save: for each name the written rows and their clients."""
         found = {}
-        for name, rows in self._rows.items():
+        for name in self.initial:
+            rows = self._files[name][0].open() if name in self._files else self._rows[name]
             which = self._written[name].nonzero().flatten()
             found[f"{name}/clients"] = which
             # Without a copy where all rows are there: a mapped store may be larger than memory.
@@ -100,12 +108,13 @@ class ClientStore:
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the rows to what :meth:`tensors` gave."""
-        for name, rows in self._rows.items():
+        for name, vector in self.initial.items():
             which, saved = tensors[f"{name}/clients"], tensors[f"{name}/rows"]
-            if saved.shape[1:] != rows.shape[1:] or len(which) > self.clients:
-                raise ValueError(f"saved rows of {name} are {list(saved.shape)}, the store has {list(rows.shape)}")
-        for name, rows in self._rows.items():
-            which = tensors[f"{name}/clients"]
-            rows[which] = tensors[f"{name}/rows"].to(rows.device)
+            if saved.shape[1:] != vector.shape or len(which) > self.clients:
+                raise ValueError(
+                    f"saved rows of {name} are {list(saved.shape)}, the store has {[self.clients, *vector.shape]}"
+                )
+        for name in self.initial:
             self._written[name].zero_()
-            self._written[name][which] = True
+            for client, row in zip(tensors[f"{name}/clients"].tolist(), tensors[f"{name}/rows"], strict=True):
+                self.write(client, name, row)

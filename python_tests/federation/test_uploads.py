@@ -1,0 +1,84 @@
+"""What clients send, in memory or in files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pfl_ext.algorithms import Ditto
+from pfl_ext.algorithms.fedavg import average
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import Federation, Settings, Uploads, method
+from pfl_ext.federation.mapping import MappedTensor
+
+
+def in_files(vectors: list[torch.Tensor], folder: Path) -> Uploads:
+    files = [{"model": MappedTensor.copy(v, folder / f"{i}")} for i, v in enumerate(vectors)]
+    return Uploads(list(range(len(vectors))), [i + 1 for i in range(len(vectors))], files)
+
+
+@pytest.fixture
+def vectors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1003, generator=generator) for _ in range(5)]
+
+
+@pytest.mark.parametrize("numbers", [1, 16, 37, 1003, 5000])
+def test_an_average_in_pieces_is_the_average_to_the_bit(vectors, numbers, tmp_path, monkeypatch):
+    monkeypatch.setattr(method, "_PIECES", numbers * 5 * 4)
+    spilled = in_files(vectors, tmp_path)
+    assert len(list(spilled.pieces("model"))) == -(-1003 // numbers)
+    in_memory = Uploads(spilled.clients, spilled.samples, [{"model": v} for v in vectors])
+    assert torch.equal(average(spilled), average(in_memory))
+    assert (spilled.parameters(), spilled.bytes()) == (in_memory.parameters(), in_memory.bytes()) == (5015, 20060)
+
+
+def test_vectors_in_files_are_there_whole_too_and_outlive_their_files(vectors, tmp_path):
+    uploads = in_files(vectors, tmp_path)
+    whole = uploads["model"]
+    uploads.discard()
+    assert not list(tmp_path.iterdir())
+    assert all(torch.equal(a, b) for a, b in zip(whole, vectors, strict=True))
+
+
+def federation(clients: int, width: int, store: str) -> Federation:
+    """Clients of one sample each and 64 * (width + 1) parameters."""
+    dataset = Dataset.from_tensors(torch.randn(clients, width), torch.arange(clients) % 64)
+    none = torch.empty(0, dtype=torch.int64)
+    partition = Partition(torch.arange(clients).split(1), (none,) * clients, (none,) * clients, none, none)
+    settings = Settings(rounds=1, store=store)
+    return Federation(Ditto(), torch.nn.Linear(width, 64), dataset, partition, settings)
+
+
+def test_a_mapped_run_is_the_run_in_memory_to_the_bit():
+    torch.manual_seed(0)
+    runs = []
+    for store in ("memory", "mapped"):
+        torch.manual_seed(0)
+        run = federation(70, 300, store)
+        assert run.server["model"].nbytes > 1 << 16  # large enough to be kept in a file
+        run.run()
+        runs.append(run)
+    a, b = runs
+    assert torch.equal(a.server["model"], b.server["model"])
+    assert all(torch.equal(a.store.read(k, "personal"), b.store.read(k, "personal")) for k in range(70))
+    assert a.records[0]["communication"] == b.records[0]["communication"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no high-water mark of memory to reset")
+def test_a_mapped_run_needs_no_memory_that_grows_with_clients(monkeypatch):
+    def status(key: str) -> int:
+        line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    monkeypatch.setattr(method, "_PIECES", 1 << 22)
+    run = federation(600, 300, "mapped")  # 77 kB a client: 46 MB of personal models, and as much is sent
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the high-water mark of memory cannot be reset here")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    run.run()
+    assert status("VmHWM") - before < 30e6
