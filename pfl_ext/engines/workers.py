@@ -17,19 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation.mapping import MappedTensor, scratch_folder
+from pfl_ext.federation.mapping import LARGE, MappedTensor, scratch_folder
 from pfl_ext.federation.method import Method
 from pfl_ext.federation.store import ClientStore
 from pfl_ext.federation.turns import Buffers, Diverged, Turns
 
 __all__ = ["Workers"]
 
-_LARGE = 1 << 16  # bytes from which a tensor is shared instead of sent
-
 
 def _share(value: Any, path: Path) -> Any:
     """``value``, or where it can be found if it is a large tensor."""
-    return MappedTensor.copy(value, path) if isinstance(value, Tensor) and value.nbytes >= _LARGE else value
+    return MappedTensor.copy(value, path) if isinstance(value, Tensor) and value.nbytes >= LARGE else value
 
 
 def _found(value: Any) -> Any:
@@ -69,6 +67,7 @@ def _work(plan: _Plan, number: int, pipe: Connection) -> None:
         plan.buffers,
         plan.augmentation,
     )
+    pipe.send(None)  # ready
     sent = 0
     answer: tuple[Any, str | None]
     while True:
@@ -127,7 +126,12 @@ class Workers:
         threads: int = 1,
     ) -> None:
         """See the class."""
-        size = dataset.inputs.nbytes + dataset.targets.nbytes + 64 * sum(v.nbytes for v in server.values())
+        # What all clients send may be there at once.
+        size = (
+            dataset.inputs.nbytes
+            + dataset.targets.nbytes
+            + sum(v.nbytes for v in server.values()) * (1 + partition.clients)
+        )
         self._folder = scratch_folder(self, size)
         fields = {
             field.name: _share(getattr(dataset, field.name), self._folder / f"data-{field.name}")
@@ -159,6 +163,11 @@ class Workers:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        for pipe in self._pipes:  # so that starting them is not counted as part of the first round
+            try:
+                pipe.recv()
+            except (EOFError, OSError):
+                self._lost(pipe, "while it started,")
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Make the server's vectors visible to the turns that follow."""
