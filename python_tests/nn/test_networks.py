@@ -37,5 +37,21 @@ def test_images_too_small_or_no_images_are_refused(name: str) -> None:
         nn.NETWORKS[name]((64,), 10)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_pooling_before_the_relu_gives_the_bits_of_the_papers_order(memory_format: torch.memory_format) -> None:
+    ours = nn.build("lenet", (1, 28, 28), 10, torch.Generator().manual_seed(0)).to(memory_format=memory_format)
+    conv, pool, relu, *rest = ours
+    papers = torch.nn.Sequential(conv, relu, pool, rest[0], rest[2], rest[1], *rest[3:])
+    assert isinstance(papers[2], torch.nn.MaxPool2d) and isinstance(papers[5], torch.nn.MaxPool2d)
+    # Mostly constant images, so that many windows tie or have nothing above zero.
+    x = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(1)).clamp(min=1)
+    x = x.contiguous(memory_format=memory_format)
+    a, b = ours(x), papers(x)
+    assert torch.equal(a, b)
+    params = list(ours.parameters())
+    for p, q in zip(torch.autograd.grad(a.sum(), params), torch.autograd.grad(b.sum(), params), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_the_smallest_accepted_image_works() -> None:
     assert nn.lenet((1, 16, 16), 4)(torch.zeros(1, 1, 16, 16)).shape == (1, 4)
