@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from . import averaging, distillation, machine, proximal, report, sharpness, spectral
+from . import averaging, distillation, federation, machine, proximal, report, sharpness, spectral
 from .case import Family, Grid, Skipped, WrongResult
 from .measure import MIN_ROUNDS, ReadBandwidth, Result, race
 
-__all__ = ["FAMILIES", "main"]
+__all__ = ["FAMILIES", "main", "results_folder"]
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY for module in (averaging, spectral, sharpness, distillation, proximal)
@@ -31,19 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 1 if there was nothing to report on, a file could not be used, or a contestant was wrong. Arguments that
         are not accepted end the program with code 2, as in argparse.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == [federation.NAME]:  # a round takes seconds and has no grid: it has options of its own
+        return federation.main(argv[1:])
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.list:
         for family in FAMILIES.values():
             print(f"{family.name}: {family.summary}")
+        print(f"{federation.NAME}: {federation.SUMMARY}")
         return 0
+    names = ", ".join((*FAMILIES, federation.NAME))
     if arguments.family is None:
-        parser.error(f"name a family: {', '.join(FAMILIES)}")
+        parser.error(f"name a family: {names}")
     if arguments.family not in FAMILIES:
-        parser.error(f"unknown family {arguments.family!r}; accepted: {', '.join(FAMILIES)}")
+        parser.error(f"unknown family {arguments.family!r}; accepted: {names}")
     family = FAMILIES[arguments.family]
 
-    path = _folder(arguments.output) / f"{family.name}{'.quick' if arguments.quick else ''}.csv"
+    path = results_folder(arguments.output) / f"{family.name}{'.quick' if arguments.quick else ''}.csv"
     try:
         if arguments.table or arguments.plot or arguments.readme:
             _report(family, path, arguments.table, arguments.plot, arguments.readme)
@@ -69,7 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         "then timed in turns in one process. Writes a CSV file and prints the table made from it.",
         epilog="A run replaces the CSV file of its family as a whole; use --output to keep a partial run apart.",
     )
-    parser.add_argument("family", nargs="?", help=f"what to race: {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "family",
+        nargs="?",
+        help=f"what to race: {', '.join(FAMILIES)}; or {federation.NAME}, which has options of its own "
+        f"(`pfl-ext bench {federation.NAME} --help`)",
+    )
     parser.add_argument("--list", action="store_true", help="list the families and stop")
 
     run = parser.add_argument_group("what to run", "Lists are separated by commas; by default the family's own grid.")
@@ -155,7 +165,8 @@ def _grid(parser: argparse.ArgumentParser, family: Family, arguments: argparse.N
     )
 
 
-def _folder(chosen: Path | None) -> Path:
+def results_folder(chosen: Path | None) -> Path:
+    """Where CSV files go: the chosen folder, else the source tree's, else one beside the caller."""
     if chosen is not None:
         return chosen
     results = Path("benchmarks", "results")
@@ -216,11 +227,4 @@ def _report(family: Family, path: Path, table: bool, plot: Path | None, readme: 
 
         draw(rows, plot)
     if readme is not None:
-        # Without newline translation, so that only the part between the markers can change.
-        with readme.open(newline="", encoding="utf-8") as file:
-            old = file.read()
-        try:
-            new = report.replace_between_markers(old, family.name, text)
-        except ValueError as error:
-            raise ValueError(f"{readme}: {error}") from None
-        report.write_atomically(readme, new)
+        report.put_into(readme, family.name, text)

@@ -14,7 +14,7 @@ import torch
 import pfl_ext
 from pfl_ext import _native
 
-__all__ = ["available_memory", "commit", "describe", "last_level_cache"]
+__all__ = ["available_memory", "commit", "cores", "describe", "last_level_cache"]
 
 
 def _cpu_model() -> str:
@@ -25,6 +25,11 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """How many there are."""
+    return os.cpu_count() or 1
 
 
 def last_level_cache() -> int:
@@ -76,9 +81,8 @@ def commit() -> str:
 
 def describe() -> dict[str, str]:
     """The columns of a result that are the same for a whole run."""
-    cores = os.cpu_count() or 1
     return {
-        "machine": f"{_cpu_model()}, {cores} core{'' if cores == 1 else 's'}",
+        "machine": f"{_cpu_model()}, {cores()} core{'' if cores() == 1 else 's'}",
         "isa": _native.isa() or "none (plain torch)",
         "torch": torch.__version__,
         "numpy": np.__version__,

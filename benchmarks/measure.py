@@ -18,7 +18,7 @@ from torch import Tensor
 from .case import Case, Contestant
 from .machine import last_level_cache
 
-__all__ = ["MIN_ROUNDS", "ReadBandwidth", "Result", "peak_extra_bytes", "race", "threads"]
+__all__ = ["MIN_ROUNDS", "ReadBandwidth", "Result", "peak_extra_bytes", "race", "status_bytes", "threads"]
 
 MIN_ROUNDS = 3
 """Rounds that every contestant runs, whatever they cost."""
@@ -52,7 +52,12 @@ def _no_garbage_collection() -> Iterator[None]:
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
-def _status_bytes(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """A size that Linux tells of this process, such as ``VmRSS``.
+
+    Raises:
+        OSError: it does not.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -69,11 +74,11 @@ def peak_extra_bytes(run: Callable[[], Any]) -> tuple[Any, int | None]:
         # Memory that the C library keeps for later would be used without showing up, so give it back first.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        before = _status_bytes("VmRSS")
+        before = status_bytes("VmRSS")
     except (OSError, AttributeError):
         return run(), None
     result = run()
-    return result, max(0, _status_bytes("VmHWM") - before)
+    return result, max(0, status_bytes("VmHWM") - before)
 
 
 # ---- bandwidth -----------------------------------------------------------------------------------------------------

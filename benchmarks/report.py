@@ -20,6 +20,7 @@ __all__ = [
     "by_case",
     "markdown",
     "ms_text",
+    "put_into",
     "ratio_text",
     "read_csv",
     "replace_between_markers",
@@ -164,6 +165,22 @@ def replace_between_markers(text: str, family: str, content: str) -> str:
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{content.strip()}\n{end}{after}"
+
+
+def put_into(readme: Path, family: str, content: str) -> None:
+    """Put ``content`` between the family's markers of a Markdown file.
+
+    Raises:
+        ValueError: it has no such markers. The file is as it was.
+    """
+    # Without newline translation, so that only the part between the markers can change.
+    with readme.open(newline="", encoding="utf-8") as file:
+        old = file.read()
+    try:
+        new = replace_between_markers(old, family, content)
+    except ValueError as error:
+        raise ValueError(f"{readme}: {error}") from None
+    write_atomically(readme, new)
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

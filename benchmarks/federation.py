@@ -1,0 +1,391 @@
+"""A whole round of FedAvg, raced: PFLlib's MNIST quick start, and what of the time is not forward and backward passes.
+
+20 clients, Dirichlet 0.1 by class, a quarter of each client's samples for its test, batches of 10, one local epoch,
+step size 0.005, the CNN of 582,026 parameters; after the round, training loss, test accuracy and AUC of all clients.
+
+All contestants begin with the same weights and see the same batches, and end with the same model but for rounding:
+that is checked. What is timed is a round: not reading the data, making clients or starting processes. The columns of
+the CSV file are those of the other families; ``limit_ms`` is the time of the passes alone, by as many processes as
+there are cores, and ``share_of_bandwidth`` the share of a contestant's time that this is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pfl_ext import nn
+from pfl_ext.algorithms import FedAvg
+from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
+from pfl_ext.federation import Federation, Settings, WorkingModel, stream
+
+from . import machine, many_clients, report
+from .case import WrongResult
+from .measure import threads
+from .opponents.federation import ClientData, Reported, pfllib_network, pfllib_round, tensor_round
+
+__all__ = ["NAME", "SUMMARY", "Setting", "compare", "contestants", "main", "setting"]
+
+NAME = "federation"
+SUMMARY = "a whole round: training, averaging and evaluation of all clients; --memory: many clients"
+
+_METHOD = FedAvg(lr=0.005, batch_size=10, local_epochs=1)
+_ALPHA, _TEST_FRACTION, _SEED = 0.1, 0.25, 0
+_EVALUATION_BATCH = 128
+_LIMIT = "forward and backward alone"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The data of the race, cut into clients, and the network."""
+
+    dataset: Dataset
+    partition: Partition
+    network: torch.nn.Sequential
+
+    @property
+    def train_samples(self) -> int:
+        """Of all clients."""
+        return sum(map(len, self.partition.train))
+
+    def clients(self) -> list[ClientData]:
+        """The clients as the opponents have them, each with the batch order that ours has in the first round."""
+        made = []
+        for k, (train, test) in enumerate(zip(self.partition.train, self.partition.test, strict=True)):
+            order = torch.randperm(len(train), generator=stream(_SEED, "batches", 1, k))
+            made.append(ClientData(*self.dataset.batch(train), *self.dataset.batch(test), order))
+        return made
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of a contestant gave."""
+
+    seconds: float
+    model: Tensor | None = None
+    reported: Reported | None = None
+
+
+@dataclass(frozen=True)
+class Racer:
+    """One way to run the round on that many cores."""
+
+    name: str
+    kind: str
+    cores: int
+    run: Callable[[], Outcome]
+
+
+def setting(dataset: Dataset, clients: int, fraction: float = 1.0) -> Setting:
+    """The quick start on a data set of 28 x 28 pixels, on that fraction of each client's samples, in whole batches."""
+    shared = PARTITIONERS["dirichlet"](
+        dataset,
+        clients,
+        generator=stream(_SEED, "partition"),
+        alpha=_ALPHA,
+        minimum=40,
+        test="split",
+        test_fraction=_TEST_FRACTION,
+    )
+
+    def some(indices: Tensor, whole: int) -> Tensor:
+        chosen = torch.randperm(len(indices), generator=stream(_SEED, "fraction", len(indices)))
+        return indices[chosen[: max(1, int(fraction * len(indices) / whole)) * whole].sort().values]
+
+    partition = dataclasses.replace(
+        shared,
+        train=tuple(some(train, _METHOD.batch_size) for train in shared.train),
+        test=tuple(some(test, 1) for test in shared.test),
+        global_test=shared.global_test[:0],  # PFLlib evaluates on the clients' own tests only
+    )
+    network: Any = nn.build("cnn", dataset.input_shape, len(dataset.classes), stream(_SEED, "network"))
+    return Setting(dataset, partition, network)
+
+
+def enlarged_digits() -> Dataset:
+    """scikit-learn's digits at MNIST's size, for a race without a download."""
+    digits = load("digits")
+    large = F.interpolate(digits.inputs.float(), size=(28, 28)).to(torch.uint8)
+    return Dataset.from_tensors(large, digits.targets, name="digits, enlarged", classes=digits.classes)
+
+
+# ---- the contestants -----------------------------------------------------------------------------------------------
+
+
+def contestants(s: Setting, cores: Sequence[int]) -> list[Racer]:
+    """Everyone who races, for each number of cores; ours first."""
+    clients, classes = s.clients(), len(s.dataset.classes)
+    racers = []
+    for n in cores:
+        racers += [
+            Racer("pfl_ext", "ours", n, partial(_ours, s, n)),
+            Racer("PFLlib", "naive", n, partial(_pfllib, s, clients, classes, n)),
+            Racer("loop over tensors", "skilled", n, partial(_tensors, s, clients, classes, n)),
+        ]
+    return [*racers, Racer(_LIMIT, "limit", 1, partial(_passes, s, clients))]
+
+
+def _ours(s: Setting, workers: int) -> Outcome:
+    settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, workers=workers, threads=1)
+    run = Federation(_METHOD, s.network, s.dataset, s.partition, settings)
+    record = run.run()
+    results = record["models"]["global"]
+    reported = Reported(
+        results["test"]["accuracy"]["weighted_mean"],
+        results["test"]["auc"]["weighted_mean"],
+        results["train"]["loss"]["weighted_mean"],
+    )
+    return Outcome(record["seconds"], run.server["model"], reported)
+
+
+def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
+    server = pfllib_network(s.network)
+    models = [copy.deepcopy(server) for _ in clients]
+    with threads(cores):
+        begin = time.perf_counter()
+        model, reported = pfllib_round(server, models, clients, _METHOD.batch_size, _METHOD.lr, classes)
+        return Outcome(time.perf_counter() - begin, WorkingModel(model).state(), reported)
+
+
+def _tensors(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
+    server = pfllib_network(s.network)
+    with threads(cores):
+        begin = time.perf_counter()
+        model, reported = tensor_round(server, clients, _METHOD.batch_size, _METHOD.lr, classes)
+        return Outcome(time.perf_counter() - begin, WorkingModel(model).state(), reported)
+
+
+def _passes(s: Setting, clients: Sequence[ClientData]) -> Outcome:
+    """As many passes as a round has, each on the first batch of a client; no step, no metrics, nothing fetched."""
+    model = WorkingModel(copy.deepcopy(s.network))
+    batch = _METHOD.batch_size
+    seconds = 0.0
+    with threads(1):
+        for client in clients:
+            x, y = client.x[:batch].contiguous(memory_format=torch.channels_last), client.y[:batch]
+            every = torch.cat([client.x, client.test_x])[:_EVALUATION_BATCH]
+            # Their sizes are those of a round: full batches, and for each split the rest.
+            sizes = [
+                min(_EVALUATION_BATCH, n - done)
+                for n in (len(client.x), len(client.test_x))
+                for done in range(0, n, _EVALUATION_BATCH)
+            ]
+            begin = time.perf_counter()
+            model.module.train()
+            for _ in range(len(client.x) // batch):
+                torch.autograd.grad(F.cross_entropy(model(x), y), model.trained)
+            model.module.eval()
+            with torch.no_grad():
+                for size in sizes:
+                    model(every[:size])
+            seconds += time.perf_counter() - begin
+    return Outcome(seconds)
+
+
+# ---- the race ------------------------------------------------------------------------------------------------------
+
+
+def compare(s: Setting, racers: Sequence[Racer], repeats: int) -> list[tuple[Racer, list[float], Reported | None]]:
+    """Run everyone in turns, check that all end with one model, and give their times.
+
+    Raises:
+        WrongResult: a contestant's model is not that of ours.
+    """
+    times: dict[Racer, list[float]] = {racer: [] for racer in racers}
+    reported: dict[Racer, Reported | None] = {}
+    ours: Tensor | None = None
+    begin = WorkingModel(copy.deepcopy(s.network)).state()
+    for turn in range(repeats):
+        for racer in racers:
+            outcome = racer.run()
+            if turn == 0 and outcome.model is not None:
+                ours = outcome.model if ours is None else ours
+                check(racer, outcome.model, ours, begin)
+            times[racer].append(outcome.seconds)
+            reported[racer] = outcome.reported
+            print(f"{racer.name}, {_cores(racer.cores)}: {outcome.seconds:.2f} s", file=sys.stderr, flush=True)
+    return [(racer, times[racer], reported[racer]) for racer in racers]
+
+
+def check(racer: Racer, model: Tensor, ours: Tensor, begin: Tensor) -> None:
+    """Raise unless the model is ours: to the bit if it is of ours, else but for rounding, which training amplifies.
+
+    It is far below a hundredth of the way from the initial weights; another batch order or weighting is not.
+    """
+    apart, way = float((model - ours).norm()), float((ours - begin).norm())
+    if not (apart == 0 if racer.kind == "ours" else apart <= 0.01 * way):
+        raise WrongResult(
+            f"{racer.name}, {_cores(racer.cores)}: its model is {apart:.3g} from ours, which moved {way:.3g}"
+        )
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'' if count == 1 else 's'}"
+
+
+def rows(s: Setting, what: str, results: Sequence[tuple[Racer, list[float], Reported | None]]) -> list[report.Row]:
+    """The lines of the CSV file."""
+    about = machine.describe()
+    passes = next(median(times) for racer, times, _ in results if racer.kind == "limit")
+    ours = {racer.cores: times for racer, times, _ in results if racer.kind == "ours"}
+    made = []
+    for racer, times, _ in results:
+        own = ours.get(racer.cores, times)
+        q25, middle, q75 = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        made.append(
+            report.Row(
+                family=NAME,
+                op="round",
+                shapes=what,
+                clients=s.partition.clients,
+                dtype="float32",
+                threads=racer.cores,
+                contestant=racer.name,
+                kind=racer.kind,
+                median_ms=middle * 1e3,
+                q25_ms=q25 * 1e3,
+                q75_ms=q75 * 1e3,
+                min_ms=min(times) * 1e3,
+                rounds=len(times),
+                ratio_to_ours=median(theirs / mine for theirs, mine in zip(times, own, strict=True)),
+                ratio_of_medians=median(times) / median(own),
+                limit_ms=passes / racer.cores * 1e3,
+                share_of_bandwidth=passes / racer.cores / middle,
+                read_bandwidth_gb_s=float("nan"),
+                peak_extra_mib=None,
+                **about,
+            )
+        )
+    return made
+
+
+def markdown(lines: Sequence[report.Row]) -> str:
+    """The table, and what a reader needs to judge it."""
+    first = lines[0]
+    header = ["", "cores", "seconds a round", "pfl_ext is faster by", "of it forward and backward"]
+    table = [header, ["---", "--:", "--:", "--:", "--:"]]
+    for row in lines:
+        limit = row.kind == "limit"
+        table.append(
+            [
+                row.contestant,
+                str(row.threads),
+                f"{row.median_ms / 1e3:.2f}",
+                "-" if limit or row.kind == "ours" else report.ratio_text(row.ratio_to_ours),
+                f"{row.share_of_bandwidth:.0%}" if row.kind == "ours" else "-",
+            ]
+        )
+    source = f"pfl_ext {first.pfl_ext}" + (f" at commit {first.commit}" if first.commit else "")
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in table)
+        + f"\n\nOne round of FedAvg as in PFLlib's MNIST quick start, run on {first.shapes}: {first.clients} clients, "
+        "Dirichlet 0.1, batches of 10, one local epoch, the CNN of 582,026 parameters, then training loss, test "
+        f"accuracy and AUC of every client. Median of {first.rounds}, in turns; all end with the same model. On n "
+        "cores pfl_ext runs n processes of one thread, the others one process of n threads. PFLlib: re-typed, without "
+        "its reading of the clients' files each time. Forward and backward alone: as many passes on the same network "
+        "and memory format, nothing else.\n\n"
+        f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
+        f"{first.python}. Reproduce: `pfl-ext bench {NAME}`.\n"
+    )
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``pfl-ext bench federation`` with these arguments; returns the exit status."""
+    from .harness import results_folder
+
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    suffix = "memory" if arguments.memory else ""
+    path = results_folder(arguments.output) / (
+        ".".join(filter(None, (NAME, suffix, "quick" if arguments.quick else ""))) + ".csv"
+    )
+    make = many_clients.markdown if arguments.memory else markdown
+    try:
+        if not (arguments.table or arguments.readme):
+            measured = (
+                many_clients.measure(arguments.clients or ((20, 200) if arguments.quick else many_clients.CLIENTS))
+                if arguments.memory
+                else _race(arguments)
+            )
+            report.write_csv(path, measured)
+            print(f"wrote {path}", file=sys.stderr)
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; `pfl-ext bench {NAME}` writes it")
+        text = make(report.read_csv(path))
+        if arguments.readme is None:
+            print(text, end="")
+        else:
+            report.put_into(arguments.readme, f"{NAME}{'-memory' if arguments.memory else ''}", text)
+    except (OSError, ValueError, ImportError, WrongResult) as error:
+        print(f"pfl-ext bench: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _race(arguments: argparse.Namespace) -> list[report.Row]:
+    if arguments.quick:
+        dataset, clients, fraction, repeats = enlarged_digits(), 5, 0.5, arguments.repeats or 1
+    else:
+        dataset, clients = load("mnist", arguments.data), 20
+        fraction, repeats = arguments.fraction, arguments.repeats or 1
+    s = setting(dataset, clients, fraction)
+    what = f"{s.train_samples:,} training samples of {dataset.name}".replace(",", "\u202f")
+    cores = tuple(dict.fromkeys((machine.cores(), 1)))
+    results = compare(s, contestants(s, cores), repeats)
+    for racer, _, reported in results:
+        if reported is not None:
+            print(
+                f"{racer.name}, {_cores(racer.cores)}: accuracy {reported.accuracy:.4f}, AUC {reported.auc:.4f}, "
+                f"training loss {reported.train_loss:.4f}",
+                file=sys.stderr,
+            )
+    return rows(s, what, results)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY)
+    parser.add_argument("--quick", action="store_true", help="on scikit-learn's digits, written to a file of its own")
+    parser.add_argument(
+        "--data", metavar="DIR", type=Path, help="folder with MNIST (default: $PFL_EXT_DATA, else data)"
+    )
+    parser.add_argument("--fraction", type=_fraction, default=1.0, help="of each client's samples (default: all)")
+    parser.add_argument("--repeats", metavar="N", type=_count, help="rounds of each contestant (default: 1)")
+    parser.add_argument("--memory", action="store_true", help="measure time and memory of many clients instead")
+    parser.add_argument("--clients", metavar="LIST", type=_counts, help="with --memory: numbers of clients")
+    parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the CSV file")
+    parser.add_argument("--table", action="store_true", help="print the table of an existing CSV file; measure nothing")
+    parser.add_argument("--readme", metavar="FILE", type=Path, help="put that table into a Markdown file")
+    return parser
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; a number above 0, up to 1, is")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; a positive whole number is")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part.strip()) for part in text.split(","))

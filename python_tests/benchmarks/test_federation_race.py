@@ -1,0 +1,91 @@
+"""The race of whole rounds: all contestants do the same work, and one that does not is found out."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from pfl_ext.benchmarks import federation, harness, many_clients, report
+from pfl_ext.benchmarks.case import WrongResult
+from pfl_ext.benchmarks.federation import Racer
+from pfl_ext.benchmarks.opponents import federation as opponents
+
+
+@pytest.fixture(scope="module")
+def small() -> federation.Setting:
+    return federation.setting(federation.enlarged_digits(), clients=3, fraction=0.05)
+
+
+@pytest.fixture(scope="module")
+def outcomes(small):
+    return {racer.name: racer.run() for racer in federation.contestants(small, [1])}
+
+
+def test_clients_hold_whole_batches_and_a_test(small):
+    assert small.partition.clients == 3
+    assert all(len(train) > 0 and len(train) % 10 == 0 for train in small.partition.train)
+    assert all(len(test) > 0 for test in small.partition.test)
+    assert sum(p.numel() for p in small.network.parameters()) == 582_026
+
+
+def test_all_contestants_end_with_the_same_model_and_report_the_same(small, outcomes):
+    ours = outcomes.pop("pfl_ext")
+    begin = torch.cat([p.detach().flatten() for p in small.network.parameters()])
+    assert not torch.equal(ours.model, begin)
+    tested = sum(map(len, small.partition.test))
+    for name in ("PFLlib", "loop over tensors"):
+        theirs = outcomes[name]
+        # Some steps in float32: sums of a thousand products, in another order.
+        assert (theirs.model - ours.model).norm() < 1e-4 * (ours.model - begin).norm()
+        assert theirs.reported.accuracy == pytest.approx(ours.reported.accuracy, abs=1.01 / tested)
+        assert theirs.reported.train_loss == pytest.approx(ours.reported.train_loss, rel=1e-4)
+    assert outcomes["PFLlib"].reported.auc == pytest.approx(outcomes["loop over tensors"].reported.auc, abs=1e-3)
+
+
+def test_a_contestant_that_sees_other_batches_is_found_out(small):
+    clients = [dataclasses.replace(c, order=c.order.flip(0)) for c in small.clients()]
+    ours, _, tensors, _ = federation.contestants(small, [1])
+    other = Racer(tensors.name, tensors.kind, 1, lambda: federation._tensors(small, clients, 10, 1))
+    with pytest.raises(WrongResult, match=r"loop over tensors, 1 core: its model is .* from ours"):
+        federation.compare(small, [ours, other], 1)
+
+
+def test_the_order_decides_the_batches_of_an_opponent(small):
+    client = small.clients()[0]
+    first = dataclasses.replace(client, x=client.x[:20], y=client.y[:20], order=torch.arange(20))
+    swapped = dataclasses.replace(first, order=torch.arange(20).roll(10))
+    models = [opponents.tensor_round(small.network, [c], 10, 0.1, 10)[0] for c in (first, swapped)]
+    assert not torch.equal(models[0][0].weight, models[1][0].weight)
+
+
+def test_rows_say_what_ran_and_how_far_from_the_passes_alone(small):
+    racers = [Racer("pfl_ext", "ours", 1, None), Racer("PFLlib", "naive", 1, None), Racer("alone", "limit", 1, None)]
+    times = [[2.0, 4.0], [6.0, 8.0], [1.5, 1.5]]
+    lines = federation.rows(small, "some samples", [(r, t, None) for r, t in zip(racers, times, strict=True)])
+    assert [line.ratio_to_ours for line in lines[:2]] == [1.0, 2.5]
+    assert lines[0].share_of_bandwidth == 0.5 and lines[0].limit_ms == 1500
+    text = federation.markdown(lines)
+    assert "| pfl_ext | 1 | 3.00 | - | 50% |" in text and "| PFLlib | 1 | 7.00 | 2.50x | - |" in text
+    assert "some samples: 3 clients" in text
+
+
+def test_the_table_of_a_file_goes_into_a_readme(small, tmp_path: Path, capsys):
+    racers = [Racer("pfl_ext", "ours", 1, None), Racer("alone", "limit", 1, None)]
+    report.write_csv(tmp_path / "federation.csv", federation.rows(small, "x", [(r, [1.0], None) for r in racers]))
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- benchmark:federation:begin -->\n<!-- benchmark:federation:end -->\n")
+    arguments = ["federation", "--output", str(tmp_path)]
+    assert harness.main([*arguments, "--readme", str(readme)]) == 0
+    assert harness.main([*arguments, "--table"]) == 0
+    assert capsys.readouterr().out in readme.read_text()
+
+
+def test_without_mnist_or_a_csv_the_error_says_what_to_do(tmp_path: Path, capsys):
+    assert harness.main(["federation", "--data", str(tmp_path), "--output", str(tmp_path)]) == 1
+    assert "mnist is not in" in capsys.readouterr().err
+    assert harness.main(["federation", "--table", "--output", str(tmp_path)]) == 1
+    assert "`pfl-ext bench federation` writes it" in capsys.readouterr().err
+
+
+def test_a_round_of_many_clients_is_one_of_ditto():
+    assert many_clients.one_round(3, "memory") > 0
