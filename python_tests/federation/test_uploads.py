@@ -82,3 +82,10 @@ def test_a_mapped_run_needs_no_memory_that_grows_with_clients(monkeypatch):
     before = status("VmRSS")
     run.run()
     assert status("VmHWM") - before < 30e6
+
+
+def test_turns_leave_nothing_behind_for_a_device_that_is_never_used():
+    waiting = torch.cuda._queued_calls
+    before = len(waiting)
+    federation(3, 8, "memory").run()
+    assert len(waiting) == before
