@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import Client, ClientStore, WorkingModel
+
+
+@pytest.fixture
+def client(dataset: Dataset, partition: Partition, network: nn.Module) -> Client:
+    store = ClientStore(6, {"v": torch.zeros(2)})
+    return Client(0, 1, WorkingModel(network), dataset, partition, store, seed=0)
+
+
+def _order(client: Client, **options: object) -> list[int]:
+    return [int(row) for batch in client.batches(4, **options) for row in batch.rows]  # type: ignore[arg-type]
+
+
+def test_a_pass_takes_every_sample_once(client: Client) -> None:
+    assert sorted(_order(client)) == list(range(client.samples))
+    assert sorted(_order(client, epochs=3)) == sorted(list(range(client.samples)) * 3)
+
+
+def test_the_order_depends_on_stream_round_and_client(
+    client: Client, dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    assert _order(client) == _order(client)
+    assert _order(client) != _order(client, name="personal")
+    first = _order(client)
+    assert first[: client.samples] != _order(client, epochs=2)[client.samples :]
+    client.round = 2
+    assert _order(client) != first
+    other = Client(0, 1, client.model, dataset, partition, ClientStore(6, {}), seed=1)
+    assert _order(other) != first
+
+
+def test_steps_count_batches_over_as_many_passes_as_it_takes(client: Client) -> None:
+    per_pass = -(-client.samples // 4)
+    assert len(list(client.batches(4, steps=2))) == 2
+    assert len(list(client.batches(4, steps=2 * per_pass + 1))) == 2 * per_pass + 1
+    assert list(client.batches(4, steps=0)) == [] and list(client.batches(4, epochs=0)) == []
+
+
+def test_rows_say_where_a_batch_stands_in_the_training_data(client: Client, dataset: Dataset) -> None:
+    for batch in client.batches(4):
+        inputs, targets = dataset.batch(client.train[batch.rows])
+        assert torch.equal(batch.inputs, inputs) and torch.equal(batch.targets, targets)
+
+
+def test_what_is_set_is_kept_when_the_turn_ends_and_not_before(client: Client) -> None:
+    store = client._store
+    client["v"] = torch.ones(2)
+    assert client["v"].tolist() == [1, 1] and "v" in client
+    assert store.read(0, "v").tolist() == [0, 0] and not store.written(0, "v")
+    client.commit()
+    assert store.read(0, "v").tolist() == [1, 1]
+
+
+def test_logits_leave_the_models_mode_and_do_not_depend_on_how_many_are_asked_for(client: Client) -> None:
+    client.model.module.train()
+    logits, targets = client.logits(client.train)
+    assert client.model.module.training and logits.shape == (client.samples, 3) and len(targets) == client.samples
+    assert not logits.requires_grad
+    one, _ = client.logits(client.train[:1])
+    torch.testing.assert_close(one[0], logits[0])
