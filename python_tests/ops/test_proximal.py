@@ -229,6 +229,26 @@ def test_the_distance_is_the_definition(device, dtype):
     torch.testing.assert_close(OPS["squared_distance"].reference(a, b), result, rtol=2 * tolerance, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_distance_in_half_precision_is_within_twice_the_error_of_plain_torch(device, dtype):
+    a, b, *_ = problem(dtype, device, [5000, 77])
+    exact = sum((x.double() - y.double()).square().sum() for x, y in zip(a, b, strict=True))
+    plain = sum((x - y).square().sum() for x, y in zip(a, b, strict=True))
+    assert (squared_distance(a, b).double() - exact).abs() <= 2 * (plain.double() - exact).abs()
+    x = a[0].clone().requires_grad_()
+    squared_distance([x], b[:1]).backward()
+    wanted = 2 * (a[0].double() - b[0].double())
+    assert (x.grad.double() - wanted).abs().max() <= 2 * (2 * (a[0] - b[0]) - wanted).abs().max()
+
+
+def test_nan_and_infinity_propagate_into_the_distance(device):
+    a, b = torch.zeros(3, device=device), torch.zeros(3, device=device)
+    a[1] = math.inf
+    assert squared_distance([a], [b]).item() == math.inf
+    b[1] = math.inf
+    assert math.isnan(squared_distance([a], [b]).item())
+
+
 def test_the_distance_of_equal_models_is_zero_and_its_gradient_too(device):
     a = [x.requires_grad_() for x in random_tensors([(5,), (0,), (3, 2)], device=device)]
     distance = squared_distance(a, [x.detach().clone() for x in a])
