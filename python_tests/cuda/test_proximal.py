@@ -22,9 +22,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("offset", "lam"), [(0, 0.5), (1, 0.5), (0, 0.0)])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("lam", [0.0, 0.5])
 def test_the_step_has_the_bits_of_the_reference_over_chunk_boundaries(emulator, dtype, offset, options, lam):
     params, grads, anchors, buffers = (random_tensors(SIZES, dtype, seed, offset) for seed in range(4))
     if not OPTIONS[options][0]:

@@ -55,11 +55,10 @@ def assert_agree(actual, expected, before, p):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("offset", "per_layer"), [(0, True), (1, False)])
 @pytest.mark.parametrize(
     ("p", "literal"), [(2.0, False), (2.0, True), (3.0, False), (1.25, True), (1.0, False), (math.inf, False)]
 )
-@pytest.mark.parametrize("per_layer", [False, True])
 def test_the_perturbation_agrees_with_the_reference_over_chunk_boundaries(
     emulator, dtype, offset, p, literal, per_layer
 ):

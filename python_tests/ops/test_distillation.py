@@ -664,17 +664,17 @@ def op_arguments(device, multilabel=False, reduction=2, dtype=torch.float32):
 
 @pytest.mark.parametrize("multilabel", [False, True], ids=["softmax", "multilabel"])
 @pytest.mark.parametrize("reduction", range(4))
-def test_opcheck(device, multilabel, reduction):
-    torch.library.opcheck(OP.overload, op_arguments(device, multilabel, reduction, torch.float64))
+def test_opcheck(device_type, multilabel, reduction):
+    torch.library.opcheck(OP.overload, op_arguments(device_type, multilabel, reduction, torch.float64))
 
 
 def test_every_op_of_the_family_is_checked():
     assert [name for name, op in OPS.items() if op.reference.__module__.endswith("distillation")] == [OP.name]
 
 
-def test_the_public_functions_compile_without_a_graph_break(device):
-    student, teachers = random_case(20, 10, 3, torch.float32, device)
-    target = torch.arange(20, device=device) % 10
+def test_the_public_functions_compile_without_a_graph_break(device_type):
+    student, teachers = random_case(20, 10, 3, torch.float32, device_type)
+    target = torch.arange(20, device=device_type) % 10
 
     def step(student, teachers):
         mean = ensemble_logits(teachers, [1.0, 2.0, 3.0])

@@ -495,10 +495,10 @@ def test_the_reference_refuses_the_same(device):
 
 
 @pytest.mark.parametrize("p", [2.0, 1.5])
-def test_opcheck(device, p):
-    params, grads = problem(torch.float32, device, [5, 0, 17])
-    memory = torch.zeros(256, dtype=torch.uint8, device=device)
-    scores = torch.tensor([0.25, 0.75], dtype=torch.float64, device=device)
+def test_opcheck(device_type, p):
+    params, grads = problem(torch.float32, device_type, [5, 0, 17])
+    memory = torch.zeros(256, dtype=torch.uint8, device=device_type)
+    scores = torch.tensor([0.25, 0.75], dtype=torch.float64, device=device_type)
     torch.library.opcheck(
         torch.ops.pfl_ext.lwsam_perturb_, (params, memory, grads, scores, [0, 0, 1], 2, 0.1, p, False, False)
     )
@@ -509,7 +509,7 @@ def test_opcheck(device, p):
     torch.library.opcheck(torch.ops.pfl_ext.personalization_scores, (params, grads, [0, 0, 1], 2))
 
 
-def test_a_compiled_step_gives_the_same_bits(device):
+def test_a_compiled_step_gives_the_same_bits(device_type):
     def step(params, grads, anchors):
         scores = personalization_scores(params, anchors)
         backup = lwsam_perturb_(params, grads, scores, 0.1)
@@ -517,7 +517,7 @@ def test_a_compiled_step_gives_the_same_bits(device):
         restore_(params, backup)
         return moved
 
-    params, grads = problem(torch.float32, device, [5, 40, 17])
+    params, grads = problem(torch.float32, device_type, [5, 40, 17])
     anchors, before = [x + 1 for x in grads], clones(params)
     expected = step(params, grads, anchors)
     assert_same_bits(torch.compile(step, fullgraph=True, backend="aot_eager")(params, grads, anchors), expected)
