@@ -32,8 +32,12 @@ WHEELS := build/wheels$(subst /,-,$(VENV))
 # Warnings and register spills are errors; ptxas reports on every kernel.
 STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
+# As many test processes as there are cores, each with one thread; the tests of threads ask for theirs.
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
+test abi sanitized: export OMP_NUM_THREADS := 1
+
 # Versions: constraints.txt.
-TEST_TOOLS := pytest hypothesis numpy
+TEST_TOOLS := pytest pytest-xdist hypothesis numpy
 DEV_TOOLS := $(TEST_TOOLS) safetensors scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
 
 PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
@@ -72,7 +76,7 @@ build: $(VENV)/installed ## make the environment, compile and install
 # ---- what people run -------------------------------------------------------------------------------------------------
 
 test: build ## all tests; on the GPU too where there is one
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS)
 
 demo: build ## PersFL, FedAvg and Ditto on digits: table and plots in build/demo
 	$(BIN)/pfl-ext info
@@ -109,11 +113,11 @@ abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library un
 	  $$env/bin/python -I -c "import hashlib, pathlib, torch, pfl_ext; from pfl_ext import _native; \
 	library = pathlib.Path(pfl_ext.__file__).with_name('_C.abi3.so'); assert _native.status()['cpu'].loaded; \
 	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; \
-	  $$env/bin/pytest -q python_tests/ops || exit 1; done
+	  $$env/bin/pytest -q -n $(WORKERS) python_tests/ops || exit 1; done
 
 sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \
-	  $(BIN)/pytest python_tests/emulator python_tests/common python_tests/cuda
+	  $(BIN)/pytest -n $(WORKERS) python_tests/emulator python_tests/common python_tests/cuda
 
 cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
 	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log

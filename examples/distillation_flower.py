@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
+import flower_weights
 import torch
-from flwr.common import FitRes, Parameters, Scalar, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import FitRes, Parameters, Scalar
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg
 from torch import Tensor, nn
@@ -23,13 +23,6 @@ class DistillingFedAvg(FedAvg):
         super().__init__(**fedavg)
         self.model, self.unlabelled, self.steps = model, unlabelled, steps
 
-    def _load(self, parameters: Parameters) -> nn.Module:
-        model = self.model()
-        arrays = parameters_to_ndarrays(parameters)
-        names = list(model.state_dict())
-        model.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in zip(names, arrays, strict=True)})
-        return model
-
     def aggregate_fit(
         self,
         server_round: int,
@@ -40,9 +33,10 @@ class DistillingFedAvg(FedAvg):
         average, metrics = super().aggregate_fit(server_round, results, failures)
         if average is None:
             return None, metrics
-        student = self._load(average)
+        student = flower_weights.load(self.model(), average)
         with torch.no_grad():
-            targets = ensemble_logits([self._load(fit.parameters).eval()(self.unlabelled) for _, fit in results])
+            clients = [flower_weights.load(self.model(), fit.parameters).eval() for _, fit in results]
+            targets = ensemble_logits([client(self.unlabelled) for client in clients])
         optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
         for _ in range(self.steps):
             batch = torch.randint(len(self.unlabelled), (min(128, len(self.unlabelled)),))
@@ -50,5 +44,4 @@ class DistillingFedAvg(FedAvg):
             loss = ensemble_distillation_loss(student(self.unlabelled[batch]), [targets[batch]])
             loss.backward()
             optimizer.step()
-        arrays = [x.numpy() for x in copy.deepcopy(student).state_dict().values()]
-        return ndarrays_to_parameters(arrays), {**metrics, "distillation_loss": loss.item()}
+        return flower_weights.parameters_of(student), {**metrics, "distillation_loss": loss.item()}

@@ -16,6 +16,9 @@ using glue::Tensor;
 
 // Logits a thread takes at once, the teachers' counted: large enough that starting a piece does not show.
 constexpr int64_t kPieceElements = 32768;
+// Fewer than this stay on the calling thread, as 2048 samples of 10 classes from 8 teachers do: measured, waking a
+// second thread took longer than it saved.
+constexpr int64_t kFewestParallelElements = 262144;
 constexpr std::align_val_t kAlignment{64};
 
 struct Release {
@@ -94,7 +97,8 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(const Tensor& student, cons
   const int64_t step = kernels.rows_at_once(problem.classes);
   const int64_t steps = (problem.rows + step - 1) / step;
   const int64_t step_elements = step * problem.classes * (rows.teachers + 2);
-  const int64_t grain = std::max<int64_t>(1, kPieceElements / step_elements);
+  const bool few = steps * step_elements < kFewestParallelElements;
+  const int64_t grain = few ? steps : std::max<int64_t>(1, kPieceElements / step_elements);
   const int64_t bytes = kernels.workspace(problem.dtype, problem.classes);
   torch::stable::parallel_for(0, steps, grain, [&](int64_t begin, int64_t end) {
     const std::unique_ptr<void, Release> workspace(::operator new(bytes, kAlignment));

@@ -277,6 +277,12 @@ def _gather(clients: Any) -> tuple[list[_Model], Callable[[list[Tensor]], Any]]:
     return [first, *others], _restorer(clients[0])
 
 
+def _check_weight(client: int, weight: float, normalize: bool) -> None:
+    if not math.isfinite(weight) or (normalize and weight < 0):
+        kind = "not negative" if math.isfinite(weight) else "finite"
+        raise ValueError(f"the weight of client {client} is {weight}; it must be {kind}")
+
+
 def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool) -> Tensor:
     """The weights as the ops take them: float64 on the CPU."""
     if weights is None:
@@ -290,9 +296,7 @@ def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool
     if len(values) != count:
         raise ValueError(f"{len(values)} weights for {count} clients; one weight a client is expected")
     for c, value in enumerate(values):
-        if not math.isfinite(value) or (normalize and value < 0):
-            kind = "not negative" if math.isfinite(value) else "finite"
-            raise ValueError(f"the weight of client {c} is {value}; it must be {kind}")
+        _check_weight(c, value, normalize)
     total = sum(values)
     if normalize and total <= 0:
         raise ValueError(f"the weights of all {count} clients add up to {total}; a positive sum is needed")
@@ -574,10 +578,9 @@ class StreamingAverage:
     def add(self, client: Model | Tensor, weight: float = 1.0) -> bool:
         """Add one client; False if it was skipped. An error leaves the average as it was."""
         weight = float(weight)
-        what = f"client {self.clients + self.skipped}"
-        if not math.isfinite(weight) or (self.normalize and weight < 0):
-            kind = "not negative" if math.isfinite(weight) else "finite"
-            raise ValueError(f"the weight of {what} is {weight}; it must be {kind}")
+        number = self.clients + self.skipped
+        what = f"client {number}"
+        _check_weight(number, weight, self.normalize)
         model = _Model.of(client, what)
         tensors = model.tensors
         first = self._first

@@ -32,7 +32,8 @@ and gradient are 0 whatever it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -253,27 +254,9 @@ def _distillation_reference(
     return result, gradient, divisor.to(accumulate)
 
 
-def _distillation_fake(
-    student: Tensor,
-    teachers: list[Tensor],
-    weights: Tensor | None,
-    target: Tensor | None,
-    sample_weights: Tensor | None,
-    temperature: float,
-    soft_scale: float,
-    hard_scale: float,
-    label_smoothing: float,
-    ignore_index: int,
-    average: int,
-    cross_entropy: bool,
-    multilabel: bool,
-    reduction: int,
-    need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(
-        *(student, teachers, weights, target, sample_weights, temperature, soft_scale, hard_scale, label_smoothing),
-        *(ignore_index, average, cross_entropy, multilabel, reduction, need_grad),
-    )
+def _distillation_fake(student: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _check(student, *arguments)
+    reduction, need_grad = arguments[-2:]
     accumulate = accumulate_type(student.dtype)
     return (
         student.new_empty(student.shape[:1] if reduction == _NONE else (), dtype=accumulate),
@@ -346,26 +329,44 @@ _distillation = declare(
 # ---- what users call -----------------------------------------------------------------------------------------------
 
 
+# Two of torch's internals, for speed alone: eager autograd spends longer on a small batch than the kernel does. Where a
+# release has them no more, the public way is taken, and the result is the same.
+_below_autograd: Callable[[], AbstractContextManager[object]] = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", nullcontext
+)
+"""Straight to the kernel: :class:`_Loss` is its autograd, the op's registered formula is not needed."""
+_graph_is_kept: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+"""Whether this backward may be followed by another one over the same graph (``retain_graph=True``)."""
+
+
 class _Loss(torch.autograd.Function):
     """The op for eager autograd: the same as its registered formula, which takes three times as long to set up."""
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         """Loss now, gradient kept."""
-        with torch._C._AutoDispatchBelowAutograd():  # this class is its autograd
+        with _below_autograd():
             loss, gradient, normalizer = _distillation.overload(student, *arguments, True)
-        ctx.save_for_backward(gradient, normalizer)
+        # Attributes, not saved tensors: they are neither inputs nor outputs, and the last reference can be given away.
+        ctx.gradient, ctx.normalizer = gradient, normalizer
         return loss
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
         """Scale what was kept."""
-        gradient, normalizer = ctx.saved_tensors
+        gradient = ctx.gradient
+        if gradient is None:
+            raise RuntimeError(
+                "the gradient of this distillation loss has been used already; "
+                "call the first backward with retain_graph=True"
+            )
         if torch.is_grad_enabled():
-            return _scale_once(incoming, gradient, normalizer), None
-        if _is_one(incoming, gradient) and not torch._C._autograd._get_current_graph_task_keep_graph():
-            return gradient, None  # nobody else will see it: the graph is freed after this
-        return _scale(incoming, gradient, normalizer), None
+            return _scale_once(incoming, gradient, ctx.normalizer), None
+        if not _graph_is_kept():
+            ctx.gradient = None
+            if _is_one(incoming, gradient):
+                return gradient, None  # ours alone until now: it becomes the student's without a copy
+        return _scale(incoming, gradient, ctx.normalizer), None
 
 
 def _is_one(incoming: Tensor, gradient: Tensor) -> bool:

@@ -254,7 +254,7 @@ def squared_distance(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:
     r"""The squared distance :math:`\sum_t \|a_t - b_t\|_2^2` of two lists of tensors, in one pass.
 
     Differences and sums are float64 and in fixed order: the same bits for any number of threads. The gradients
-    :math:`\pm 2 (a - b)` are computed in one pass too; they cannot be differentiated again.
+    :math:`\pm 2 (a - b)` are computed in one pass too; they cannot be differentiated again. Infinity and NaN propagate.
 
     Args:
         a, b: tensors of the same shapes and types, on one device; either or both may require gradients.

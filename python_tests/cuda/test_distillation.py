@@ -7,19 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from emulated_memory import DTYPES, as_numpy, name
 
 from pfl_ext.ops.distillation import _distillation_reference
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 WARP_CLASSES = 1024
 # Around a warp, the four rows of a block, and the step from a warp's row to a block's.
 SHAPES = [(1, 1), (3, 31), (4, 32), (5, 33), (9, 10), (2, WARP_CLASSES), (2, WARP_CLASSES + 1), (2, 1289)]
-
-
-def as_numpy(x):
-    """The same memory; numpy has no bfloat16, so its bits."""
-    x = x.detach()
-    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
 def random_logits(shape, dtype, seed, offset=0):
@@ -42,7 +36,7 @@ def run(emulator, student, teachers, shares=None, target=None, rows=None, temper
     if reduction == 2 and (target is not None or rows is not None):
         divisor = 0.0
     emulator.distillation(
-        *(str(student.dtype).removeprefix("torch."), as_numpy(student), [as_numpy(t) for t in teachers]),
+        *(name(student.dtype), as_numpy(student), [as_numpy(t) for t in teachers]),
         *(shares or [1.0 / count] * count, None if target is None else as_numpy(target)),
         *(None if rows is None else as_numpy(rows), temperature, soft, hard, smoothing, ignore_index, average),
         *(cross_entropy, multilabel, divisor, None if reduction == 0 else as_numpy(loss), as_numpy(losses)),

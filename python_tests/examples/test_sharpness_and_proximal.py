@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from example_files import load_example
 
 
 def test_lwsam_example_learns():
-    assert all(accuracy > 0.9 for accuracy in load("sharpness_lwsam").main())
+    assert all(accuracy > 0.9 for accuracy in load_example("sharpness_lwsam").main())
 
 
 def test_ditto_example_holds_the_personal_models_near_the_global_one():
-    example = load("proximal_ditto")
+    example = load_example("proximal_ditto")
     near, far = example.main(lam=2.0), example.main(lam=0.0)
     # The middle client's line is the average: it has nowhere to go.
     assert near[0] < 0.5 * far[0] and near[2] < 0.5 * far[2]

@@ -23,3 +23,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     yield name
     if before is not None:
         _native.set_isa(before)
+
+
+@pytest.fixture(params=dict.fromkeys(name for name, _ in BACKENDS))
+def device_type(request: pytest.FixtureRequest) -> str:
+    """Each device once, for what does not depend on the kernels: schemas, fake kernels, compilation."""
+    name: str = request.param
+    return name

@@ -662,8 +662,8 @@ def op_arguments(device):
 @pytest.mark.parametrize(
     "name", ["weighted_average", "weighted_average_", "server_update_", "accumulate_", "nonfinite"]
 )
-def test_opcheck(device, name):
-    torch.library.opcheck(OPS[name].overload, op_arguments(device)[name])
+def test_opcheck(device_type, name):
+    torch.library.opcheck(OPS[name].overload, op_arguments(device_type)[name])
 
 
 def test_every_op_of_the_family_is_checked():
@@ -685,10 +685,10 @@ def test_gradients_in_clients_and_weights(device):
     assert weights.grad.abs().min() > 0
 
 
-def test_the_public_functions_compile_without_a_graph_break(device):
+def test_the_public_functions_compile_without_a_graph_break(device_type):
     clients, (server,) = (
-        random_clients(3, [(50,), (0,), (4, 3)], device=device),
-        random_clients(1, [(50,), (0,), (4, 3)], device=device, seed=1),
+        random_clients(3, [(50,), (0,), (4, 3)], device=device_type),
+        random_clients(1, [(50,), (0,), (4, 3)], device=device_type, seed=1),
     )
 
     def step(server, clients):

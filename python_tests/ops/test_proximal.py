@@ -229,6 +229,26 @@ def test_the_distance_is_the_definition(device, dtype):
     torch.testing.assert_close(OPS["squared_distance"].reference(a, b), result, rtol=2 * tolerance, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_distance_in_half_precision_is_within_twice_the_error_of_plain_torch(device, dtype):
+    a, b, *_ = problem(dtype, device, [5000, 77])
+    exact = sum((x.double() - y.double()).square().sum() for x, y in zip(a, b, strict=True))
+    plain = sum((x - y).square().sum() for x, y in zip(a, b, strict=True))
+    assert (squared_distance(a, b).double() - exact).abs() <= 2 * (plain.double() - exact).abs()
+    x = a[0].clone().requires_grad_()
+    squared_distance([x], b[:1]).backward()
+    wanted = 2 * (a[0].double() - b[0].double())
+    assert (x.grad.double() - wanted).abs().max() <= 2 * (2 * (a[0] - b[0]) - wanted).abs().max()
+
+
+def test_nan_and_infinity_propagate_into_the_distance(device):
+    a, b = torch.zeros(3, device=device), torch.zeros(3, device=device)
+    a[1] = math.inf
+    assert squared_distance([a], [b]).item() == math.inf
+    b[1] = math.inf
+    assert math.isnan(squared_distance([a], [b]).item())
+
+
 def test_the_distance_of_equal_models_is_zero_and_its_gradient_too(device):
     a = [x.requires_grad_() for x in random_tensors([(5,), (0,), (3, 2)], device=device)]
     distance = squared_distance(a, [x.detach().clone() for x in a])
@@ -368,32 +388,33 @@ def test_bad_calls_say_what_is_accepted_and_change_nothing(device, case):
 # ---- torch.compile and friends ---------------------------------------------------------------------------------------
 
 
-def test_opcheck(device):
-    params, grads, anchors, buffers = problem(torch.float32, device, [5, 0, 17])
+def test_opcheck(device_type):
+    params, grads, anchors, buffers = problem(torch.float32, device_type, [5, 0, 17])
     step = torch.ops.pfl_ext.proximal_sgd_step_
     torch.library.opcheck(step, (params, [], grads, anchors, 0.1, 0.5, 0.0, 0.0, 0.01, False, False, False))
     torch.library.opcheck(step, (params, buffers, grads, anchors, 0.1, 0.5, 0.9, 0.0, 0.01, True, False, False))
     a = [x.clone().requires_grad_() for x in params]
     torch.library.opcheck(torch.ops.pfl_ext.squared_distance, (a, anchors))
     torch.library.opcheck(
-        torch.ops.pfl_ext.squared_distance_backward, (torch.tensor(1.0, device=device), params, anchors, True, True)
+        torch.ops.pfl_ext.squared_distance_backward,
+        (torch.tensor(1.0, device=device_type), params, anchors, True, True),
     )
 
 
-def test_a_compiled_step_gives_the_same_bits(device):
+def test_a_compiled_step_gives_the_same_bits(device_type):
     def step(params, grads, anchors):
         proximal_sgd_step_(params, grads, anchors, lr=0.1, lam=0.5)
         return squared_distance(params, anchors)
 
-    params, grads, anchors, _ = problem(torch.float32, device, [5, 40, 17])
+    params, grads, anchors, _ = problem(torch.float32, device_type, [5, 40, 17])
     other = clones(params)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert_same_bits([compiled(params, grads, anchors)], [step(other, grads, anchors)])
     assert_same_bits(params, other)
 
 
-def test_a_compiled_loss_has_its_gradient(device):
-    a = torch.ones(3, device=device, requires_grad=True)
+def test_a_compiled_loss_has_its_gradient(device_type):
+    a = torch.ones(3, device=device_type, requires_grad=True)
     loss = torch.compile(lambda x: squared_distance([x], [x.detach() * 3]) / 2, fullgraph=True, backend="aot_eager")
     loss(a).backward()
     assert a.grad.tolist() == [-2.0, -2.0, -2.0]

@@ -3,6 +3,10 @@
 
 #include "cpu/kernels/convert.h"
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 namespace pfl::cpu::PFL_ISA {
 namespace {
 
@@ -36,7 +40,7 @@ A larger(A a, A b) {
 // In a row all lanes get the sum over the lanes; in a tile every lane is a row of its own. By value: a sum whose
 // address is taken might be the memory that the loop around it writes, for all the compiler knows.
 template <bool kTile, typename A>
-Lanes<A> finished_sum(Lanes<A> x) {
+[[gnu::always_inline]] inline Lanes<A> finished_sum(Lanes<A> x) {
   if constexpr (!kTile) {
     for (int l = 0; l < 8; ++l) x.v[l] += x.v[l + 8];
     for (int l = 0; l < 4; ++l) x.v[l] += x.v[l + 4];
@@ -46,13 +50,38 @@ Lanes<A> finished_sum(Lanes<A> x) {
 }
 
 template <bool kTile, typename A>
-Lanes<A> finished_max(Lanes<A> x) {
+[[gnu::always_inline]] inline Lanes<A> finished_max(Lanes<A> x) {
   if constexpr (!kTile) {
     for (int l = 0; l < 8; ++l) x.v[l] = larger(x.v[l], x.v[l + 8]);
     for (int l = 0; l < 4; ++l) x.v[l] = larger(x.v[l], x.v[l + 4]);
     x = filled(larger(larger(x.v[0], x.v[2]), larger(x.v[1], x.v[3])));
   }
   return x;
+}
+
+// to[c][r] = from[r][c]
+template <typename A>
+void transpose(const A* __restrict from, int rows, int columns, A* __restrict to) {
+  int done_rows = 0;
+  int done_columns = 0;
+#if defined(__SSE2__)
+  if constexpr (sizeof(A) == 4) {
+    // Four by four: one by one, moving the numbers takes as long as computing with them.
+    done_rows = rows / 4 * 4;
+    done_columns = columns / 4 * 4;
+    for (int c = 0; c < done_columns; c += 4) {
+      for (int r = 0; r < done_rows; r += 4) {
+        __m128 x[4];
+        for (int i = 0; i < 4; ++i) x[i] = _mm_loadu_ps(from + (r + i) * columns + c);
+        _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+        for (int i = 0; i < 4; ++i) _mm_storeu_ps(to + (c + i) * rows + r, x[i]);
+      }
+    }
+  }
+#endif
+  for (int r = 0; r < rows; ++r) {
+    for (int c = r < done_rows ? done_columns : 0; c < columns; ++c) to[c * rows + r] = from[r * columns + c];
+  }
 }
 
 template <typename A>
@@ -100,9 +129,7 @@ struct Block {
   void arrange(const A* x, A* out, A padding) {
     if constexpr (kTile) {
       if (count == kLanes) {
-        for (int64_t k = 0; k < classes; ++k) {
-          for (int l = 0; l < kLanes; ++l) out[k * kLanes + l] = x[l * classes + k];
-        }
+        transpose(x, kLanes, static_cast<int>(classes), out);
       } else {
         for (int64_t k = 0; k < classes; ++k) {
           for (int l = 0; l < kLanes; ++l) out[k * kLanes + l] = l < count ? x[l * classes + k] : A(0);
@@ -122,6 +149,30 @@ struct Block {
 
   const T* teacher(int64_t m) const { return static_cast<const T*>(r.teacher[m]); }
 
+  // sum (+)= w . x for four teachers. Meanwhile the same part of the next rows is fetched: a row is too short for the
+  // hardware to see that it will go on.
+  template <bool kFirst>
+  static void add_four(const A* const* x, const T* const* next, const A* w, int64_t n, A* __restrict sum) {
+    const A* __restrict x0 = x[0];
+    const A* __restrict x1 = x[1];
+    const A* __restrict x2 = x[2];
+    const A* __restrict x3 = x[3];
+    const A w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
+    constexpr int kStep = 64 / sizeof(T);
+    int64_t i = 0;
+    for (; i + kStep <= n; i += kStep) {
+      for (int m = 0; m < 4; ++m) __builtin_prefetch(next[m] + i);
+      for (int l = 0; l < kStep; ++l) {
+        const A first = kFirst ? w0 * x0[i + l] : sum[i + l] + w0 * x0[i + l];
+        sum[i + l] = ((first + w1 * x1[i + l]) + w2 * x2[i + l]) + w3 * x3[i + l];
+      }
+    }
+    for (; i < n; ++i) {
+      const A first = kFirst ? w0 * x0[i] : sum[i] + w0 * x0[i];
+      sum[i] = ((first + w1 * x1[i]) + w2 * x2[i]) + w3 * x3[i];
+    }
+  }
+
   // The mean of the teachers' logits: one teacher after another, products rounded before they are added.
   void load_mean(A* out) {
     A* sum = kTile ? flat : out;
@@ -138,22 +189,21 @@ struct Block {
       A* __restrict s = sum + begin;
       for (int64_t first = 0; first < r.teachers; first += kGroup) {
         const A* x[kGroup] = {};
+        const T* next[kGroup] = {};
         A w[kGroup] = {};
         const int64_t group = r.teachers - first < kGroup ? r.teachers - first : kGroup;
         for (int64_t g = 0; g < group; ++g) {
-          x[g] =
-              as_accumulate(teacher(first + g) + row * classes + begin, length, buffer[kIsAccumulateType<T> ? 0 : g]);
+          const T* given = teacher(first + g) + row * classes + begin;
+          x[g] = as_accumulate(given, length, buffer[kIsAccumulateType<T> ? 0 : g]);
+          next[g] = given + (row + 2 * count <= r.rows ? n : 0);
           w[g] = static_cast<A>(r.teacher_weights[first + g]);
         }
-        const A* __restrict x0 = x[0];
-        const A* __restrict x1 = x[1];
-        const A* __restrict x2 = x[2];
-        const A* __restrict x3 = x[3];
-        const A w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
-        if (first == 0 && group == kGroup) {
-          for (int64_t i = 0; i < length; ++i) s[i] = ((w0 * x0[i] + w1 * x1[i]) + w2 * x2[i]) + w3 * x3[i];
-        } else if (group == kGroup) {
-          for (int64_t i = 0; i < length; ++i) s[i] = (((s[i] + w0 * x0[i]) + w1 * x1[i]) + w2 * x2[i]) + w3 * x3[i];
+        if (group == kGroup) {
+          if (first == 0) {
+            add_four<true>(x, next, w, length, s);
+          } else {
+            add_four<false>(x, next, w, length, s);
+          }
         } else {
           for (int64_t g = 0; g < group; ++g) {
             const A* __restrict xg = x[g];
@@ -185,9 +235,7 @@ struct Block {
     if constexpr (kTile) {
       A* ordered = kIsAccumulateType<T> ? reinterpret_cast<A*>(out) : flat;
       if (count == kLanes) {
-        for (int l = 0; l < kLanes; ++l) {
-          for (int64_t k = 0; k < classes; ++k) ordered[l * classes + k] = gradient[k * kLanes + l];
-        }
+        transpose(gradient, static_cast<int>(classes), kLanes, ordered);
       } else {
         for (int l = 0; l < count; ++l) {
           for (int64_t k = 0; k < classes; ++k) ordered[l * classes + k] = gradient[k * kLanes + l];
