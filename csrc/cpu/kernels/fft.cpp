@@ -1,82 +1,115 @@
 // Built once per instruction set with -DPFL_ISA=<namespace>. No standard-library templates here (see averaging.cpp).
 #include "cpu/kernels/fft.h"
 
-// Vectors wider than the baseline's registers are passed between functions of this file only.
-#pragma GCC diagnostic ignored "-Wpsabi"
-
 namespace pfl::cpu::PFL_ISA {
 namespace {
 
+#if defined(__AVX512F__)
+constexpr int64_t kRegister = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kRegister = 32;
+#else
+constexpr int64_t kRegister = 16;
+#endif
+
+// kLanes numbers in as many registers as they take. Left to itself, the compiler takes vectors that are wider than a
+// register apart into single numbers, which made float64 forty times slower than float32.
 template <typename A>
-struct VectorOf {
-  typedef A type __attribute__((vector_size(kLanes * sizeof(A))));
+struct Vector {
+  static constexpr int64_t kBytes = kLanes * sizeof(A) < kRegister ? kLanes * sizeof(A) : kRegister;
+  static constexpr int kParts = kLanes * sizeof(A) / kBytes;
+  typedef A Part __attribute__((vector_size(kBytes)));
+  Part part[kParts];
+
+  static Vector load(const A* x) {
+    Vector v;
+    __builtin_memcpy(v.part, x, sizeof(v.part));
+    return v;
+  }
+  void store(A* x) const { __builtin_memcpy(x, part, sizeof(part)); }
+
+  Vector operator+(const Vector& o) const {
+    Vector v;
+    for (int i = 0; i < kParts; ++i) v.part[i] = part[i] + o.part[i];
+    return v;
+  }
+  Vector operator-(const Vector& o) const {
+    Vector v;
+    for (int i = 0; i < kParts; ++i) v.part[i] = part[i] - o.part[i];
+    return v;
+  }
+  Vector operator*(const Vector& o) const {
+    Vector v;
+    for (int i = 0; i < kParts; ++i) v.part[i] = part[i] * o.part[i];
+    return v;
+  }
+  Vector operator*(A factor) const {
+    Vector v;
+    for (int i = 0; i < kParts; ++i) v.part[i] = part[i] * factor;
+    return v;
+  }
 };
-template <typename A>
-using Vector = typename VectorOf<A>::type;
-
-template <typename A>
-inline Vector<A> load_vector(const A* x) {
-  Vector<A> v;
-  __builtin_memcpy(&v, x, sizeof(v));
-  return v;
-}
-
-template <typename A>
-inline void store_vector(const Vector<A>& v, A* x) {
-  __builtin_memcpy(x, &v, sizeof(v));
-}
 
 // kLanes complex numbers.
 template <typename A>
 struct Complexes {
   Vector<A> re, im;
 
-  static Complexes load(const A* place) { return {load_vector(place), load_vector(place + kLanes)}; }
+  static Complexes load(const A* place) { return {Vector<A>::load(place), Vector<A>::load(place + kLanes)}; }
   void store(A* place) const {
-    store_vector<A>(re, place);
-    store_vector<A>(im, place + kLanes);
+    re.store(place);
+    im.store(place + kLanes);
   }
   Complexes operator+(const Complexes& o) const { return {re + o.re, im + o.im}; }
   Complexes operator-(const Complexes& o) const { return {re - o.re, im - o.im}; }
   Complexes operator*(const Complexes& o) const { return {re * o.re - im * o.im, re * o.im + im * o.re}; }
   Complexes times(const A* w) const { return {re * w[0] - im * w[1], re * w[1] + im * w[0]}; }
   Complexes scaled(A factor) const { return {re * factor, im * factor}; }
-  Complexes turned() const { return {im, -re}; }  // times -i
+  Complexes turned() const { return {im, re * A(-1)}; }  // times -i
   Complexes exchanged() const { return {im, re}; }
 };
 
-// kLanes pairs (re, im) in the caller's memory.
-template <typename A>
-inline Complexes<A> load_pairs(const A* x) {
-  const Vector<A> low = load_vector(x), high = load_vector(x + kLanes);
-  return {__builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14),
-          __builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15)};
-}
-
-template <typename A>
-inline void store_pairs(const Complexes<A>& z, A* x) {
-  const Vector<A> low = __builtin_shufflevector(z.re, z.im, 0, 8, 1, 9, 2, 10, 3, 11);
-  const Vector<A> high = __builtin_shufflevector(z.re, z.im, 4, 12, 5, 13, 6, 14, 7, 15);
-  store_vector<A>(low, x);
-  store_vector<A>(high, x + kLanes);
-}
-
-// The first `count` of them, `stride` pairs apart; the other lanes are zero.
+// `count` pairs (re, im) of the caller's memory, `stride` pairs apart; the other lanes are zero.
 template <typename A>
 inline Complexes<A> load_some_pairs(const A* x, int64_t stride, int64_t count) {
-  Complexes<A> z = {};
+  alignas(64) A place[kPlace] = {};
   for (int64_t i = 0; i < count; ++i) {
-    z.re[i] = x[2 * stride * i];
-    z.im[i] = x[2 * stride * i + 1];
+    place[i] = x[2 * stride * i];
+    place[kLanes + i] = x[2 * stride * i + 1];
   }
-  return z;
+  return Complexes<A>::load(place);
 }
 
 template <typename A>
 inline void store_some_pairs(const Complexes<A>& z, A* x, int64_t stride, int64_t count) {
+  alignas(64) A place[kPlace];
+  z.store(place);
   for (int64_t i = 0; i < count; ++i) {
-    x[2 * stride * i] = z.re[i];
-    x[2 * stride * i + 1] = z.im[i];
+    x[2 * stride * i] = place[i];
+    x[2 * stride * i + 1] = place[kLanes + i];
+  }
+}
+
+// kLanes pairs, one after the other.
+template <typename A>
+inline Complexes<A> load_pairs(const A* x) {
+  if constexpr (Vector<A>::kParts == 1) {
+    const auto low = Vector<A>::load(x).part[0], high = Vector<A>::load(x + kLanes).part[0];
+    return {{{__builtin_shufflevector(low, high, 0, 2, 4, 6, 8, 10, 12, 14)}},
+            {{__builtin_shufflevector(low, high, 1, 3, 5, 7, 9, 11, 13, 15)}}};
+  } else {
+    return load_some_pairs(x, 1, kLanes);
+  }
+}
+
+template <typename A>
+inline void store_pairs(const Complexes<A>& z, A* x) {
+  if constexpr (Vector<A>::kParts == 1) {
+    const auto re = z.re.part[0], im = z.im.part[0];
+    Vector<A>{{__builtin_shufflevector(re, im, 0, 8, 1, 9, 2, 10, 3, 11)}}.store(x);
+    Vector<A>{{__builtin_shufflevector(re, im, 4, 12, 5, 13, 6, 14, 7, 15)}}.store(x + kLanes);
+  } else {
+    store_some_pairs(z, x, 1, kLanes);
   }
 }
 
@@ -96,22 +129,30 @@ inline void store_lanes(const Complexes<A>& z, A* x, int64_t stride, int64_t cou
 
 template <typename A>
 inline void transpose(Vector<A>* v) {
-  Vector<A> w[8];
-  for (int i = 0; i < 8; i += 2) {
-    w[i] = __builtin_shufflevector(v[i], v[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-    w[i + 1] = __builtin_shufflevector(v[i], v[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int j = i; j < i + 2; ++j) {
-      v[j] = __builtin_shufflevector(w[j], w[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      v[j + 2] = __builtin_shufflevector(w[j], w[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  if constexpr (Vector<A>::kParts == 1) {
+    typename Vector<A>::Part w[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+      w[i] = __builtin_shufflevector(v[i].part[0], v[i + 1].part[0], 0, 8, 2, 10, 4, 12, 6, 14);
+      w[i + 1] = __builtin_shufflevector(v[i].part[0], v[i + 1].part[0], 1, 9, 3, 11, 5, 13, 7, 15);
     }
+    for (int i = 0; i < 8; i += 4) {
+      for (int j = i; j < i + 2; ++j) {
+        u[j] = __builtin_shufflevector(w[j], w[j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+        u[j + 2] = __builtin_shufflevector(w[j], w[j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+      }
+    }
+    for (int i = 0; i < 4; ++i) {
+      v[i].part[0] = __builtin_shufflevector(u[i], u[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+      v[i + 4].part[0] = __builtin_shufflevector(u[i], u[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+  } else {
+    alignas(64) A x[kLanes][kLanes], y[kLanes][kLanes];
+    for (int i = 0; i < kLanes; ++i) v[i].store(x[i]);
+    for (int i = 0; i < kLanes; ++i) {
+      for (int j = 0; j < kLanes; ++j) y[i][j] = x[j][i];
+    }
+    for (int i = 0; i < kLanes; ++i) v[i] = Vector<A>::load(y[i]);
   }
-  for (int i = 0; i < 4; ++i) {
-    w[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    w[i + 4] = __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-  for (int i = 0; i < 8; ++i) v[i] = w[i];
 }
 
 // ---- the short DFT: passes -----------------------------------------------------------------------------------------
@@ -389,7 +430,7 @@ void chirp_load(const ChirpTables<A>& chirps, int64_t tile, bool conjugate, cons
   for (int64_t j = 0; j < fft.a; ++j) {
     const int64_t count = lanes_below(chirps.n, fft, tile, j), at = j * fft.b + tile * kLanes;
     Complexes<A> z = load_lanes(x + 2 * stride * at, stride, count);
-    z.im *= sign;
+    z.im = z.im * sign;
     (z * load_lanes(chirps.chirp + 2 * at, 1, count)).store(cyclic + kPlace * j);
     (z * load_lanes(chirps.chirp_ahead + 2 * at, 1, count)).store(negacyclic + kPlace * j);
   }
@@ -413,7 +454,7 @@ void chirp_store(const ChirpTables<A>& chirps, int64_t tile, bool conjugate, con
     Complexes<A> z =
         Complexes<A>::load(first + kPlace * j).exchanged() * load_lanes(chirps.chirp + 2 * at, 1, count) +
         Complexes<A>::load(second + kPlace * j).exchanged() * load_lanes(chirps.chirp_behind + 2 * at, 1, count);
-    z.im *= sign;
+    z.im = z.im * sign;
     store_lanes(z, out + 2 * stride * at, stride, count);
   }
 }
