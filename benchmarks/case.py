@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 __all__ = ["Case", "Contestant", "Expected", "Family", "Grid", "Kind", "Skipped", "Spec", "WrongResult", "flatten"]
 
-Kind: TypeAlias = Literal["ours", "naive", "skilled"]
+Kind: TypeAlias = Literal["ours", "naive", "skilled", "yardstick"]
+"""A yardstick is no opponent: work of known size, timed to relate ours to."""
 
 
 class WrongResult(Exception):
@@ -52,12 +53,14 @@ class Contestant:
     """One way to compute the result.
 
     ``adds_in`` is the least precise type of its intermediate sums; it decides which error is still a correct result.
+    A yardstick may compute something else, and then has its own ``expected``.
     """
 
     name: str
     kind: Kind
     run: Callable[[], Any]
     adds_in: torch.dtype
+    expected: Expected | None = None
 
 
 def flatten(result: Any) -> Tensor:
@@ -120,7 +123,8 @@ class Case:
 
     def check(self, contestant: Contestant, result: Any) -> None:
         """Raise :class:`WrongResult` unless it is the expected result."""
-        self.expected.check(contestant, result, getattr(torch, self.spec.dtype))
+        expected = contestant.expected or self.expected
+        expected.check(contestant, result, getattr(torch, self.spec.dtype))
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def markdown(family: Family, rows: Sequence[Row]) -> str:
     for op in dict.fromkeys(case[0].op for case in cases):
         parts.append(f"**{family.ops.get(op, op)}**\n\n" + _op_table([case for case in cases if case[0].op == op]))
     present = {row.contestant: row.kind for row in rows}
-    for kind, label in (("naive", "Naive peers"), ("skilled", "Skilled users")):
+    for kind, label in (("naive", "Naive peers"), ("skilled", "Skilled users"), ("yardstick", "Yardsticks")):
         names = [name for name, its_kind in present.items() if its_kind == kind]
         if names:
             parts.append(f"{label}: " + "; ".join(_explained(name, family.notes) for name in names) + ".")

@@ -4,9 +4,13 @@
 #include <cstring>
 #include <tuple>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <torch/csrc/stable/library.h>
 
-#include "glue/fft.h"
+#include "cpu/real_dft.h"
 #include "glue/spectral.h"
 
 namespace pfl::cpu {
@@ -15,26 +19,185 @@ namespace {
 using glue::DivergenceProblem;
 using glue::fail;
 using glue::HalfSpectra;
+using glue::ScalarType;
 using glue::Tensor;
 
-// Fewer are not worth waking a thread for: a chunk takes some ten microseconds.
-constexpr int64_t kChunksPerTask = 4;
-
-int64_t chunks_of(int64_t elements) { return (elements + kBinsPerChunk - 1) / kBinsPerChunk; }
-
-// f(begin, end) over chunks of [0, elements).
 template <typename F>
-void for_each_chunk(int64_t elements, const F& f) {
-  torch::stable::parallel_for(0, chunks_of(elements), kChunksPerTask, [&](int64_t first, int64_t last) {
-    for (int64_t c = first; c < last; ++c) f(c * kBinsPerChunk, std::min(elements, (c + 1) * kBinsPerChunk));
+void visit(DType dtype, const F& f) {
+  if (dtype == DType::kFloat64) {
+    f(TypeTag<double>{});
+  } else {
+    f(TypeTag<float>{});
+  }
+}
+
+// A tensor of a type that nobody has written to yet. Large ones ask for large pages: with small ones, the system took
+// as long to hand out the memory of a ResNet-18's transform as the transform itself took.
+Tensor new_buffer(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
+  Tensor buffer = torch::stable::new_empty(like, sizes, type);
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(buffer.mutable_data_ptr());
+  const uintptr_t begin = (data + kPage - 1) / kPage * kPage;
+  const uintptr_t end =
+      (data + buffer.numel() * item_size(type == ScalarType::Double ? DType::kFloat64 : DType::kFloat32)) / kPage *
+      kPage;
+  // A wish: where it is not granted, everything works as before.
+  if (end > begin) (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+  return buffer;
+}
+
+// ---- transforms
+
+// Rows up to this length are given to the threads whole, longer ones one after the other in parts.
+constexpr int64_t kShortRow = 1 << 15;
+
+// f(row, workspace) for all rows, with a workspace of `size` numbers for each that is in work at a time.
+template <typename A, typename F>
+void for_each_row(const Tensor& like, int64_t rows, int64_t length, int64_t size, const F& f) {
+  const ScalarType type = std::is_same_v<A, double> ? ScalarType::Double : ScalarType::Float;
+  const auto some = [&](int64_t begin, int64_t end) {
+    Tensor work = new_buffer(like, {size}, type);
+    for (int64_t row = begin; row < end; ++row) f(row, static_cast<A*>(work.mutable_data_ptr()));
+  };
+  if (rows > 1 && length <= kShortRow) {
+    torch::stable::parallel_for(0, rows, 1, some);
+  } else {
+    some(0, rows);
+  }
+}
+
+// Weights are computed in this type.
+ScalarType computed_in(const char* op, const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return ScalarType::Float;
+    case ScalarType::Double:
+      return ScalarType::Double;
+    default:
+      fail(op, ": the weights are ", glue::describe(x), "; float32, float64, float16 and bfloat16 are accepted");
+  }
+}
+
+// The tensors, each read as [rows, ...], side by side in contiguous rows of `length`, followed by zeros.
+Tensor dense_rows(const char* op, const std::vector<Tensor>& tensors, int64_t rows, int64_t length) {
+  if (tensors.empty() || rows < 1) fail(op, ": ", tensors.size(), " tensors and ", rows, " clients; one is needed");
+  const ScalarType type = computed_in(op, tensors[0]);
+  int64_t size = 0;
+  for (const Tensor& x : tensors) {
+    if (x.scalar_type() != tensors[0].scalar_type() || !x.is_cpu() || x.numel() % rows != 0) {
+      fail(op, ": the weights are ", glue::describe(x), " beside ", glue::describe(tensors[0]), ", for ", rows,
+           " clients");
+    }
+    size += x.numel() / rows;
+  }
+  if (size < 1 || size > length) fail(op, ": ", size, " weights for a transform of length ", length);
+  const auto in_type = [&](const Tensor& x) {
+    if (x.scalar_type() == type && x.is_contiguous()) return x;
+    return torch::stable::contiguous(torch::stable::to(x, type));
+  };
+  if (tensors.size() == 1 && size == length) {
+    const int64_t shape[2] = {rows, length};
+    return torch::stable::view(in_type(tensors[0]), torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));
+  }
+  Tensor dense = new_buffer(tensors[0], {rows, length}, type);
+  const int64_t item = type == ScalarType::Double ? sizeof(double) : sizeof(float);
+  char* data = static_cast<char*>(dense.mutable_data_ptr());
+  const int64_t pitch = length * item;
+  int64_t filled = 0;
+  for (const Tensor& x : tensors) {
+    const Tensor part = in_type(x);
+    const char* from = static_cast<const char*>(part.const_data_ptr());
+    const int64_t bytes = part.numel() / rows * item;
+    constexpr int64_t kPiece = 1 << 17;
+    const int64_t pieces = (bytes + kPiece - 1) / kPiece;
+    torch::stable::parallel_for(0, rows * pieces, 2, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / pieces, at = i % pieces * kPiece;
+        std::memcpy(data + row * pitch + filled + at, from + row * bytes + at, std::min(kPiece, bytes - at));
+      }
+    });
+    filled += bytes;
+  }
+  for (int64_t row = 0; row < rows; ++row) std::memset(data + row * pitch + filled, 0, pitch - filled);
+  return dense;
+}
+
+// Half spectra of the rows of x, one after the other in `half_spectra`.
+template <typename A>
+void transform_rows(const Tensor& x, A* half_spectra) {
+  const int64_t length = x.size(1);
+  const auto dft = RealDft<A>::of(length);
+  const A* data = static_cast<const A*>(x.const_data_ptr());
+  for_each_row<A>(x, x.size(0), length, dft->workspace(), [&](int64_t row, A* work) {
+    dft->forward(data + row * length, work, half_spectra + row * 2 * (length / 2 + 1));
   });
 }
+
+// The inverse of `rows` half spectra in a flat buffer, which then holds the results in its first rows * length numbers.
+template <typename A>
+void transform_back(const Tensor& buffer, int64_t rows, int64_t length) {
+  const auto dft = RealDft<A>::of(length);
+  A* data = static_cast<A*>(buffer.mutable_data_ptr());
+  const int64_t pitch = 2 * (length / 2 + 1);
+  for_each_row<A>(buffer, rows, length, dft->workspace(),
+                  [&](int64_t row, A* work) { dft->inverse(data + row * pitch, work, data + row * pitch); });
+  for (int64_t row = 1; row < rows; ++row) {
+    std::memmove(data + row * length, data + row * pitch, length * sizeof(A));
+  }
+}
+
+// The first `size` numbers of each row of what transform_back left, in a type.
+Tensor rows_of(const Tensor& buffer, int64_t rows, int64_t length, int64_t size, ScalarType type) {
+  Tensor flat = buffer;
+  const int64_t shape[2] = {rows, length};
+  Tensor matrix = torch::stable::view(torch::stable::narrow(flat, 0, 0, rows * length),
+                                      torch::headeronly::IntHeaderOnlyArrayRef(shape, 2));
+  if (size != length) matrix = torch::stable::contiguous(torch::stable::narrow(matrix, 1, 0, size));
+  return torch::stable::to(matrix, type);
+}
+
+Tensor real_dft(const Tensor& x, int64_t length) {
+  const char* op = "pfl_ext::real_dft";
+  if (x.dim() != 2) fail(op, ": x is ", glue::describe(x), "; a matrix is accepted");
+  const Tensor dense = dense_rows(op, {x}, x.size(0), length);
+  const bool wide = dense.scalar_type() == ScalarType::Double;
+  Tensor out = torch::stable::new_empty(dense, {x.size(0), length / 2 + 1},
+                                        wide ? ScalarType::ComplexDouble : ScalarType::ComplexFloat);
+  visit(wide ? DType::kFloat64 : DType::kFloat32, [&](auto tag) {
+    using A = typename decltype(tag)::type;
+    transform_rows<A>(dense, static_cast<A*>(out.mutable_data_ptr()));
+  });
+  return out;
+}
+
+Tensor real_idft(const Tensor& half_spectrum, int64_t length, int64_t size) {
+  const char* op = "pfl_ext::real_idft";
+  const DType dtype = glue::parts_of(op, "the half spectrum", half_spectrum);
+  if (half_spectrum.dim() != 2 || length < 1 || half_spectrum.size(1) != length / 2 + 1 || size < 1 || size > length) {
+    fail(op, ": the half spectrum is ", glue::describe(half_spectrum), " for ", size, " values of length ", length);
+  }
+  const int64_t rows = half_spectrum.size(0);
+  const ScalarType type = glue::real_type(dtype);
+  const Tensor dense = torch::stable::contiguous(half_spectrum);
+  Tensor buffer = new_buffer(dense, {2 * dense.numel()}, type);
+  std::memcpy(buffer.mutable_data_ptr(), dense.const_data_ptr(), 2 * dense.numel() * item_size(dtype));
+  visit(dtype, [&](auto tag) { transform_back<typename decltype(tag)::type>(buffer, rows, length); });
+  return rows_of(buffer, rows, length, size, type);
+}
+
+// ---- passes over half spectra
+
+int64_t chunks_of(int64_t elements) { return (elements + kBinsPerChunk - 1) / kBinsPerChunk; }
 
 // f(row, chunk, begin, end) over the chunks of [0, elements) of each row.
 template <typename F>
 void for_each_chunk_of_rows(int64_t rows, int64_t elements, const F& f) {
   const int64_t chunks = chunks_of(elements);
-  torch::stable::parallel_for(0, rows * chunks, kChunksPerTask, [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, rows * chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / chunks, c = i % chunks;
       f(row, c, c * kBinsPerChunk, std::min(elements, (c + 1) * kBinsPerChunk));
@@ -49,18 +212,11 @@ Pointer* at(Pointer* data, DType dtype, int64_t index, int64_t parts = 1) {
   return static_cast<Byte*>(data) + index * parts * item_size(dtype);
 }
 
-void check_like(const char* op, const char* role, const Tensor& t, const Tensor& like) {
-  if (t.scalar_type() != like.scalar_type() || !t.is_cpu() || !t.is_contiguous()) {
-    fail(op, ": ", role, " is ", glue::describe(t), "; a contiguous tensor like ", glue::describe(like),
-         " is expected");
-  }
-}
-
 std::tuple<Tensor, Tensor> spectral_teacher(const Tensor& spectrum, int64_t length, int64_t count) {
-  const HalfSpectra given("pfl_ext::spectral_teacher", spectrum, length, count);
+  const auto given = HalfSpectra::of("pfl_ext::spectral_teacher", spectrum, length, count);
   const int64_t bins = given.range.bins(), chunks = chunks_of(bins);
   Tensor log_q = torch::stable::new_empty(spectrum, {given.rows, bins}, glue::real_type(given.dtype));
-  Tensor total = torch::stable::new_empty(spectrum, {given.rows}, glue::ScalarType::Double);
+  Tensor total = torch::stable::new_empty(spectrum, {given.rows}, ScalarType::Double);
   const void* in = spectrum.const_data_ptr();
   void* logs = log_q.mutable_data_ptr();
   std::vector<double> sums(given.rows * chunks);
@@ -77,12 +233,10 @@ std::tuple<Tensor, Tensor> spectral_teacher(const Tensor& spectrum, int64_t leng
   return {log_q, total};
 }
 
-Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, const Tensor& total, int64_t length,
-                                 int64_t count, int64_t form, bool need_grad) {
-  const DivergenceProblem given("pfl_ext::half_spectrum_divergence_", spectrum, log_q, total, length, count, form);
+// The divergence of each row of `data`, which is replaced by the gradient's half spectrum if that is needed.
+Tensor diverge(const DivergenceProblem& given, const Tensor& log_q, const Tensor& total, bool need_grad, void* data) {
   const int64_t bins = given.range.bins(), half = given.range.half(), chunks = chunks_of(bins);
-  Tensor loss = torch::stable::new_empty(spectrum, {given.rows}, glue::real_type(given.dtype));
-  void* data = spectrum.mutable_data_ptr();
+  Tensor loss = torch::stable::new_empty(log_q, {given.rows}, glue::real_type(given.dtype));
   const void* logs = log_q.const_data_ptr();
   const double* totals = static_cast<const double*>(total.const_data_ptr());
   const auto teacher_of = [&](int64_t row) { return given.teachers == 1 ? 0 : row; };
@@ -115,227 +269,66 @@ Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, co
   return loss;
 }
 
-// ---- FFTs whose bits do not depend on the number of threads
+Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, const Tensor& total, int64_t length,
+                                 int64_t count, int64_t form, bool need_grad) {
+  const char* op = "pfl_ext::half_spectrum_divergence_";
+  const DivergenceProblem given(op, HalfSpectra::of(op, spectrum, length, count), spectrum, log_q, total, form);
+  return diverge(given, log_q, total, need_grad, spectrum.mutable_data_ptr());
+}
 
-// Up to this length the library gives a row to one thread by itself (measured: other bits from 16384 on).
-constexpr int64_t kShort = 4096;
-
-// out(row) = transform(row) for the rows of a matrix, each on one thread: the library cuts a transform that it has
-// several threads for in another way, with other bits. The second task of a single row is empty; it is there because
-// only a parallel region keeps the library to one thread.
-template <typename F>
-Tensor transform_rows(const Tensor& x, int64_t columns, glue::ScalarType type, const F& transform) {
-  const int64_t rows = x.size(0);
-  if (x.size(1) <= kShort) return transform(x);
-  Tensor out = torch::stable::new_empty(x, {rows == 1 ? 0 : rows, columns}, type);
-  torch::stable::parallel_for(0, std::max<int64_t>(rows, 2), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < std::min(end, rows); ++row) {
-      Tensor all = x;
-      Tensor result = transform(torch::stable::narrow(all, 0, row, 1));
-      if (rows == 1) {
-        out = result;
-      } else {
-        Tensor place = torch::stable::narrow(out, 0, row, 1);
-        torch::stable::copy_(place, result);
-      }
-    }
+// All of it in one buffer: half spectra, the gradient's half spectra, the gradients.
+std::tuple<Tensor, Tensor> spectral_divergence(const std::vector<Tensor>& p, int64_t clients, const Tensor& log_q,
+                                               const Tensor& total, int64_t length, int64_t count, int64_t form,
+                                               bool need_grad) {
+  const char* op = "pfl_ext::spectral_divergence";
+  const Tensor dense = dense_rows(op, p, clients, length);
+  const DType dtype = dense.scalar_type() == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+  const DivergenceProblem given(op, {op, dtype, clients, length, count}, p[0], log_q, total, form);
+  Tensor buffer = new_buffer(dense, {clients * 2 * given.range.half()}, glue::real_type(dtype));
+  Tensor loss = log_q;
+  visit(dtype, [&](auto tag) {
+    using A = typename decltype(tag)::type;
+    transform_rows<A>(dense, static_cast<A*>(buffer.mutable_data_ptr()));
+    loss = diverge(given, log_q, total, need_grad, buffer.mutable_data_ptr());
+    if (need_grad) transform_back<A>(buffer, clients, length);
   });
-  return out;
+  if (!need_grad) return {loss, torch::stable::new_empty(p[0], {0})};
+  int64_t size = 0;
+  for (const Tensor& x : p) size += x.numel() / clients;
+  return {loss, rows_of(buffer, clients, length, size, p[0].scalar_type())};
 }
 
-Tensor rfft_rows(const Tensor& x) {
-  const char* op = "pfl_ext::rfft_rows";
-  const bool wide = x.scalar_type() == glue::ScalarType::Double;
-  if ((!wide && x.scalar_type() != glue::ScalarType::Float) || x.dim() != 2 || x.size(1) < 1) {
-    fail(op, ": x is ", glue::describe(x), "; a float32 or float64 matrix is accepted");
+// grad [rows, size] times scale [rows].
+Tensor spectral_scale_gradient(const Tensor& grad, const Tensor& scale) {
+  const char* op = "pfl_ext::spectral_scale_gradient";
+  const ScalarType type = computed_in(op, grad);
+  if (grad.dim() != 2 || scale.dim() != 1 || scale.size(0) != grad.size(0) || !scale.is_cpu()) {
+    fail(op, ": grad is ", glue::describe(grad), ", scale is ", glue::describe(scale), "; a scale a row is expected");
   }
-  return transform_rows(x, x.size(1) / 2 + 1, wide ? glue::ScalarType::ComplexDouble : glue::ScalarType::ComplexFloat,
-                        [](const Tensor& row) { return glue::real_fft(row); });
-}
-
-Tensor irfft_rows(const Tensor& half_spectrum, int64_t length) {
-  const char* op = "pfl_ext::irfft_rows";
-  const DType dtype = glue::parts_of(op, "the half spectrum", half_spectrum);
-  if (half_spectrum.dim() != 2 || length < 1 || half_spectrum.size(1) != length / 2 + 1) {
-    fail(op, ": the half spectrum is ", glue::describe(half_spectrum), " for length ", length);
-  }
-  return transform_rows(half_spectrum, length, glue::real_type(dtype),
-                        [&](const Tensor& row) { return glue::inverse_real_fft(row, length); });
-}
-
-// Rows transformed at once. They and their result fit into the second-level cache for rows of 2048 complex numbers.
-constexpr int64_t kTile = 16;
-
-// DFTs of the rows of x [R, a * b], in two steps of short FFTs: of the b columns of the matrix [a, b] that a row is,
-// then, times the twiddles [b, a], of its a rows. One long FFT walks through memory many times, and the library
-// computes its own twiddles anew in each call.
-// Without twiddles, in one step.
-Tensor fft_rows(const Tensor& x, const Tensor& twiddle, bool inverse) {
-  const char* op = "pfl_ext::fft_rows";
-  const DType dtype = glue::parts_of(op, "x", x);
-  check_like(op, "x", x, x);
-  if (twiddle.numel() == 0 && x.dim() == 2) {
-    return transform_rows(x, x.size(1), x.scalar_type(),
-                          [&](const Tensor& row) { return glue::complex_fft(row, inverse); });
-  }
-  check_like(op, "twiddle", twiddle, x);
-  if (x.dim() != 2 || twiddle.dim() != 2 || x.size(1) != twiddle.numel()) {
-    fail(op, ": x is ", glue::describe(x), " for twiddles ", glue::describe(twiddle));
-  }
-  const int64_t rows = x.size(0), b = twiddle.size(0), a = twiddle.size(1);
-  Tensor between = torch::stable::new_empty(x, x.sizes());
-  Tensor out = torch::stable::new_empty(x, x.sizes());
-  const void *in = x.const_data_ptr(), *factors = twiddle.const_data_ptr();
-  void *middle = between.mutable_data_ptr(), *result = out.mutable_data_ptr();
-  const SpectralKernels& kernels = spectral();
-  const int64_t column_tiles = (b + kTile - 1) / kTile, row_tiles = (a + kTile - 1) / kTile;
-  torch::stable::parallel_for(0, rows * column_tiles, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t first = t % column_tiles * kTile, count = std::min(kTile, b - first),
-                    row = t / column_tiles * a * b;
-      Tensor columns = torch::stable::new_empty(x, {count, a});
-      kernels.gather_columns(dtype, a, b, first, count, at(in, dtype, row, 2), columns.mutable_data_ptr());
-      Tensor transformed = glue::complex_fft(columns, inverse);
-      kernels.scatter_columns(dtype, a, b, first, count, transformed.mutable_data_ptr(),
-                              at(factors, dtype, first * a, 2), inverse, at(middle, dtype, row, 2));
-    }
+  const Tensor given = torch::stable::contiguous(torch::stable::to(grad, type));
+  const Tensor factors = torch::stable::contiguous(torch::stable::to(scale, type));
+  Tensor out = new_buffer(grad, {grad.size(0), grad.size(1)}, type);
+  const int64_t size = grad.size(1);
+  visit(type == ScalarType::Double ? DType::kFloat64 : DType::kFloat32, [&](auto tag) {
+    using A = typename decltype(tag)::type;
+    const A *x = static_cast<const A*>(given.const_data_ptr()), *by = static_cast<const A*>(factors.const_data_ptr());
+    A* result = static_cast<A*>(out.mutable_data_ptr());
+    for_each_chunk_of_rows(grad.size(0), size, [&](int64_t row, int64_t, int64_t begin, int64_t end) {
+      const A factor = by[row];
+      for (int64_t i = row * size + begin; i < row * size + end; ++i) result[i] = x[i] * factor;
+    });
   });
-  torch::stable::parallel_for(0, rows * row_tiles, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t first = t % row_tiles * kTile, count = std::min(kTile, a - first), row = t / row_tiles * a * b;
-      Tensor part = torch::stable::new_empty(x, {count, b});
-      std::memcpy(part.mutable_data_ptr(), at(middle, dtype, row + first * b, 2), count * b * 2 * item_size(dtype));
-      Tensor transformed = glue::complex_fft(part, inverse);
-      kernels.scatter_columns(dtype, b, a, first, count, transformed.mutable_data_ptr(), nullptr, false,
-                              at(result, dtype, row, 2));
-    }
-  });
-  return out;
-}
-
-// ---- chirps
-// ----------------------------------------------------------------------------------------------------------
-
-// Column `row` of a complex matrix [n, R].
-struct Column {
-  Column(const char* op, const Tensor& rows, int64_t row, const Tensor& chirp, const Tensor& shift)
-      : dtype(glue::parts_of(op, "rows", rows)), n(chirp.numel()) {
-    check_like(op, "chirp", chirp, rows);
-    check_like(op, "shift", shift, rows);
-    if (rows.dim() != 2 || rows.size(0) != n || shift.numel() != n || row < 0 || row >= rows.size(1)) {
-      fail(op, ": column ", row, " of rows ", glue::describe(rows), " for ", n, " chirps and ", shift.numel(),
-           " shifts");
-    }
-    stride = rows.stride(0);
-    offset = row * rows.stride(1);
-  }
-
-  DType dtype;
-  int64_t n, stride, offset;
-};
-
-Tensor chirp_load(const Tensor& rows, int64_t row, const Tensor& chirp, const Tensor& shift, int64_t padded,
-                  bool conjugate) {
-  const Column column("pfl_ext::chirp_load", rows, row, chirp, shift);
-  if (padded < column.n) fail("pfl_ext::chirp_load: padded=", padded, " for ", column.n, " values");
-  Tensor out = torch::stable::new_empty(chirp, {2, padded});
-  const void* x = at(rows.const_data_ptr(), column.dtype, column.offset, 2);
-  const void *chirps = chirp.const_data_ptr(), *shifts = shift.const_data_ptr();
-  void* result = out.mutable_data_ptr();
-  const SpectralKernels& kernels = spectral();
-  for_each_chunk(padded, [&](int64_t begin, int64_t end) {
-    kernels.chirp_load(column.dtype, begin, end, column.n, padded, x, column.stride, chirps, shifts, conjugate, result);
-  });
-  return out;
-}
-
-void chirp_store_(const Tensor& out, int64_t row, const Tensor& convolved, const Tensor& chirp, const Tensor& shift,
-                  bool conjugate) {
-  const Column column("pfl_ext::chirp_store_", out, row, chirp, shift);
-  check_like("pfl_ext::chirp_store_", "convolved", convolved, out);
-  if (convolved.dim() != 2 || convolved.size(0) != 2 || convolved.size(1) < column.n) {
-    fail("pfl_ext::chirp_store_: convolved is ", glue::describe(convolved), "; [2, at least ", column.n,
-         "] is expected");
-  }
-  const int64_t padded = convolved.size(1);
-  const void *in = convolved.const_data_ptr(), *chirps = chirp.const_data_ptr(), *shifts = shift.const_data_ptr();
-  void* result = at(out.mutable_data_ptr(), column.dtype, column.offset, 2);
-  const SpectralKernels& kernels = spectral();
-  for_each_chunk(column.n, [&](int64_t begin, int64_t end) {
-    kernels.chirp_store(column.dtype, begin, end, padded, in, chirps, shifts, conjugate, result, column.stride);
-  });
-}
-
-void chirp_multiply_(const Tensor& x, const Tensor& kernel) {
-  const char* op = "pfl_ext::chirp_multiply_";
-  const DType dtype = glue::parts_of(op, "x", x);
-  check_like(op, "x", x, x);
-  check_like(op, "kernel", kernel, x);
-  if (x.numel() != kernel.numel()) fail(op, ": x is ", glue::describe(x), ", kernel is ", glue::describe(kernel));
-  void* values = x.mutable_data_ptr();
-  const void* factors = kernel.const_data_ptr();
-  const SpectralKernels& kernels = spectral();
-  for_each_chunk(x.numel(), [&](int64_t begin, int64_t end) { kernels.multiply(dtype, begin, end, values, factors); });
-}
-
-void check_rows(const char* op, int64_t n, int64_t pairs, const Tensor& twiddle) {
-  if (n < 1 || pairs < 1 || pairs > kMaxPairs || twiddle.numel() != n / 2 + 1) {
-    fail(op, ": ", pairs, " pairs of rows of length ", n, " and ", twiddle.numel(), " twiddles; 1 to ", kMaxPairs,
-         " pairs and n / 2 + 1 twiddles are expected");
-  }
-}
-
-Tensor join_rows(const Tensor& rows, const Tensor& twiddle) {
-  const char* op = "pfl_ext::join_rows";
-  const DType dtype = glue::parts_of(op, "rows", rows);
-  if (rows.dim() != 2) fail(op, ": rows are ", glue::describe(rows), "; a matrix [n, pairs] is expected");
-  const Tensor dense = torch::stable::contiguous(torch::stable::transpose(rows, 0, 1));  // as they are, mostly
-  const int64_t n = rows.size(0), pairs = rows.size(1);
-  check_like(op, "twiddle", twiddle, dense);
-  check_rows(op, n, pairs, twiddle);
-  Tensor out = torch::stable::new_empty(rows, {n * pairs + 1});
-  const void *in = dense.const_data_ptr(), *twiddles = twiddle.const_data_ptr();
-  void* result = out.mutable_data_ptr();
-  const SpectralKernels& kernels = spectral();
-  for_each_chunk(n / 2 + 1, [&](int64_t begin, int64_t end) {
-    kernels.join_rows(dtype, begin, end, n, pairs, in, twiddles, result);
-  });
-  return out;
-}
-
-Tensor split_rows(const Tensor& half_spectrum, const Tensor& twiddle, int64_t n) {
-  const char* op = "pfl_ext::split_rows";
-  const DType dtype = glue::parts_of(op, "half_spectrum", half_spectrum);
-  check_like(op, "half_spectrum", half_spectrum, half_spectrum);
-  check_like(op, "twiddle", twiddle, half_spectrum);
-  const int64_t pairs = n < 1 ? 0 : (half_spectrum.numel() - 1) / n;
-  check_rows(op, n, pairs, twiddle);
-  if (half_spectrum.dim() != 1 || half_spectrum.numel() != n * pairs + 1) {
-    fail(op, ": half_spectrum is ", glue::describe(half_spectrum), "; a multiple of n=", n,
-         " and one more is expected");
-  }
-  Tensor out = torch::stable::new_empty(half_spectrum, {pairs, n});
-  const void *in = half_spectrum.const_data_ptr(), *twiddles = twiddle.const_data_ptr();
-  void* result = out.mutable_data_ptr();
-  const SpectralKernels& kernels = spectral();
-  for_each_chunk(n / 2 + 1, [&](int64_t begin, int64_t end) {
-    kernels.split_rows(dtype, begin, end, n, pairs, in, twiddles, result);
-  });
-  return torch::stable::transpose(out, 0, 1);
+  return torch::stable::to(out, grad.scalar_type());
 }
 
 }  // namespace
 }  // namespace pfl::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
+  m.impl("real_dft", TORCH_BOX(&pfl::cpu::real_dft));
+  m.impl("real_idft", TORCH_BOX(&pfl::cpu::real_idft));
   m.impl("spectral_teacher", TORCH_BOX(&pfl::cpu::spectral_teacher));
   m.impl("half_spectrum_divergence_", TORCH_BOX(&pfl::cpu::half_spectrum_divergence_));
-  m.impl("rfft_rows", TORCH_BOX(&pfl::cpu::rfft_rows));
-  m.impl("irfft_rows", TORCH_BOX(&pfl::cpu::irfft_rows));
-  m.impl("fft_rows", TORCH_BOX(&pfl::cpu::fft_rows));
-  m.impl("chirp_load", TORCH_BOX(&pfl::cpu::chirp_load));
-  m.impl("chirp_multiply_", TORCH_BOX(&pfl::cpu::chirp_multiply_));
-  m.impl("chirp_store_", TORCH_BOX(&pfl::cpu::chirp_store_));
-  m.impl("join_rows", TORCH_BOX(&pfl::cpu::join_rows));
-  m.impl("split_rows", TORCH_BOX(&pfl::cpu::split_rows));
+  m.impl("spectral_divergence", TORCH_BOX(&pfl::cpu::spectral_divergence));
+  m.impl("spectral_scale_gradient", TORCH_BOX(&pfl::cpu::spectral_scale_gradient));
 }

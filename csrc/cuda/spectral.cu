@@ -34,7 +34,7 @@ Tensor new_workspace(const Tensor& spectrum, const glue::HalfSpectra& given) {
 
 std::tuple<Tensor, Tensor> spectral_teacher(const Tensor& spectrum, int64_t length, int64_t count) {
   const char* op = "pfl_ext::spectral_teacher";
-  const glue::HalfSpectra given(op, spectrum, length, count);
+  const auto given = glue::HalfSpectra::of(op, spectrum, length, count);
   check_grid(op, given);
   const CurrentStream stream(spectrum);
   Tensor log_q = torch::stable::new_empty(spectrum, {given.rows, given.range.bins()}, glue::real_type(given.dtype));
@@ -56,7 +56,8 @@ std::tuple<Tensor, Tensor> spectral_teacher(const Tensor& spectrum, int64_t leng
 Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, const Tensor& total, int64_t length,
                                  int64_t count, int64_t form, bool need_grad) {
   const char* op = "pfl_ext::half_spectrum_divergence_";
-  const glue::DivergenceProblem given(op, spectrum, log_q, total, length, count, form);
+  const glue::DivergenceProblem given(op, glue::HalfSpectra::of(op, spectrum, length, count), spectrum, log_q, total,
+                                      form);
   check_grid(op, given);
   const CurrentStream stream(spectrum);
   Tensor loss = torch::stable::new_empty(spectrum, {given.rows}, glue::real_type(given.dtype));

@@ -26,16 +26,20 @@ inline DType parts_of(const char* op, const char* role, const Tensor& t) {
 
 // Rows of half spectra of which the first `count` of `length` entries are used.
 struct HalfSpectra {
-  HalfSpectra(const char* op, const Tensor& spectrum, int64_t length, int64_t count) : range{length, count} {
-    dtype = parts_of(op, "the half spectrum", spectrum);
-    if (length < 1 || spectrum.dim() != 2 || spectrum.size(1) != range.half() || !spectrum.is_contiguous()) {
+  HalfSpectra(const char* op, DType dtype, int64_t rows, int64_t length, int64_t count)
+      : range{length, count}, dtype(dtype), rows(rows) {
+    if (length < 1 || count < 1 || count > length) {
+      fail(op, ": count=", count, " entries of a spectrum of length ", length, "; 1 to ", length, " are accepted");
+    }
+  }
+
+  static HalfSpectra of(const char* op, const Tensor& spectrum, int64_t length, int64_t count) {
+    const DType dtype = parts_of(op, "the half spectrum", spectrum);
+    if (length < 1 || spectrum.dim() != 2 || spectrum.size(1) != length / 2 + 1 || !spectrum.is_contiguous()) {
       fail(op, ": the half spectrum is ", describe(spectrum), "; a contiguous matrix with rows of ", length / 2 + 1,
            " bins is expected for length ", length);
     }
-    if (count < 1 || count > length) {
-      fail(op, ": count=", count, " entries of a spectrum of length ", length, "; 1 to ", length, " are accepted");
-    }
-    rows = spectrum.size(0);
+    return {op, dtype, spectrum.size(0), length, count};
   }
 
   SpectrumRange range;
@@ -43,17 +47,18 @@ struct HalfSpectra {
   int64_t rows;
 };
 
+// They and what they are compared with; `p` is where they come from, or they themselves.
 struct DivergenceProblem : HalfSpectra {
-  DivergenceProblem(const char* op, const Tensor& spectrum, const Tensor& log_q, const Tensor& total, int64_t length,
-                    int64_t count, int64_t form_index)
-      : HalfSpectra(op, spectrum, length, count) {
+  DivergenceProblem(const char* op, const HalfSpectra& spectra, const Tensor& p, const Tensor& log_q,
+                    const Tensor& total, int64_t form_index)
+      : HalfSpectra(spectra) {
     if (log_q.dim() != 2 || log_q.size(1) != range.bins() || (log_q.size(0) != 1 && log_q.size(0) != rows) ||
-        log_q.scalar_type() != real_type(dtype) || !log_q.is_contiguous() || !same_place(log_q, spectrum)) {
-      fail(op, ": log_q is ", describe(log_q), " for the half spectrum ", describe(spectrum), "; contiguous ",
-           name_of(real_type(dtype)), " [1 or ", rows, ", ", range.bins(), "] on the same device is expected");
+        log_q.scalar_type() != real_type(dtype) || !log_q.is_contiguous() || !same_place(log_q, p)) {
+      fail(op, ": log_q is ", describe(log_q), " for ", describe(p), "; contiguous ", name_of(real_type(dtype)),
+           " [1 or ", rows, ", ", range.bins(), "] on the same device is expected");
     }
     if (total.dim() != 1 || total.size(0) != log_q.size(0) || total.scalar_type() != ScalarType::Double ||
-        !total.is_contiguous() || !same_place(total, spectrum)) {
+        !total.is_contiguous() || !same_place(total, p)) {
       fail(op, ": total is ", describe(total), "; contiguous float64 [", log_q.size(0),
            "] on the same device is expected");
     }

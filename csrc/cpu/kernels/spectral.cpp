@@ -34,14 +34,6 @@ struct Block {
     for (int64_t i = n; i < kBlock; ++i) re[i] = im[i] = A(0);
   }
 
-  void load_strided(const A* x, int64_t stride, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-      re[i] = x[2 * stride * i];
-      im[i] = x[2 * stride * i + 1];
-    }
-    for (int64_t i = n; i < kBlock; ++i) re[i] = im[i] = A(0);
-  }
-
   void store(A* __restrict x, int64_t n) const {
     for (int64_t i = 0; i < n; ++i) {
       x[2 * i] = re[i];
@@ -53,13 +45,6 @@ struct Block {
     for (int64_t i = 0; i < n; ++i) {
       last[-2 * i] = re[i];
       last[-2 * i + 1] = im[i];
-    }
-  }
-
-  void store_strided(A* x, int64_t stride, int64_t n) const {
-    for (int64_t i = 0; i < n; ++i) {
-      x[2 * stride * i] = re[i];
-      x[2 * stride * i + 1] = im[i];
     }
   }
 
@@ -173,57 +158,6 @@ void teacher(SpectrumRange range, int64_t begin, int64_t end, const A* spectrum,
     for (int64_t i = 0; i < n; ++i) log_q[k + i] = logs[i];
   }
   *sum = total.total();
-}
-
-template <typename A>
-void chirp_load(int64_t begin, int64_t end, int64_t n, int64_t padded, const A* x, int64_t stride, const A* chirp,
-                const A* shift, bool conjugated, A* out) {
-  Block<A> value, by;
-  const int64_t used = end < n ? end : n;
-  const A sign = conjugated ? A(-1) : A(1);
-  int64_t j = begin;
-  for (; j < used; j += kBlock) {
-    const int64_t count = smaller(kBlock, used - j);
-    if (stride == 1) {
-      value.load(x + 2 * j, count);
-    } else {
-      value.load_strided(x + 2 * stride * j, stride, count);
-    }
-    by.load(chirp + 2 * j, count);
-    for (int i = 0; i < kBlock; ++i) value.set(i, Complex<A>{value.re[i], sign * value.im[i]} * by[i]);
-    value.store(out + 2 * j, count);
-    by.load(shift + 2 * j, count);
-    for (int i = 0; i < kBlock; ++i) value.set(i, value[i] * by[i]);
-    value.store(out + 2 * (padded + j), count);
-  }
-  for (j = begin > used ? begin : used; j < end; ++j) {
-    out[2 * j] = out[2 * j + 1] = A(0);
-    out[2 * (padded + j)] = out[2 * (padded + j) + 1] = A(0);
-  }
-}
-
-template <typename A>
-void chirp_store(int64_t begin, int64_t end, int64_t padded, const A* convolved, const A* chirp, const A* shift,
-                 bool conjugated, A* out, int64_t stride) {
-  Block<A> value, second, by;
-  const A sign = conjugated ? A(-1) : A(1);
-  for (int64_t j = begin; j < end; j += kBlock) {
-    const int64_t count = smaller(kBlock, end - j);
-    value.load(convolved + 2 * j, count);
-    second.load(convolved + 2 * (padded + j), count);
-    by.load(shift + 2 * j, count);
-    for (int i = 0; i < kBlock; ++i) value.set(i, value[i] + second[i] * conjugate(by[i]));
-    by.load(chirp + 2 * j, count);
-    for (int i = 0; i < kBlock; ++i) {
-      const Complex<A> result = value[i] * by[i];
-      value.set(i, {result.re, sign * result.im});
-    }
-    if (stride == 1) {
-      value.store(out + 2 * j, count);
-    } else {
-      value.store_strided(out + 2 * stride * j, stride, count);
-    }
-  }
 }
 
 // exp(2 pi i k / 24) for the roots that 2, 4, 6 and 8 rows need; 24 is their least common multiple.
@@ -344,47 +278,6 @@ void split_rows(int64_t begin, int64_t end, int64_t n, int64_t pairs, const A* h
   }
 }
 
-// x *= factor, or its conjugate. In blocks: the same loop over interleaved numbers gave other bits on AVX2 than on the
-// baseline, which a test showed; why is not known.
-template <typename A>
-void multiply_blocks(int64_t n, const A* factor, A sign, A* x) {
-  Block<A> value, by;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t count = smaller(kBlock, n - begin);
-    value.load(x + 2 * begin, count);
-    by.load(factor + 2 * begin, count);
-    for (int i = 0; i < kBlock; ++i) value.set(i, value[i] * Complex<A>{by.re[i], sign * by.im[i]});
-    value.store(x + 2 * begin, count);
-  }
-}
-
-// Rows that are turned at once: their cache lines stay in the first-level cache until every column has been written.
-constexpr int64_t kTurn = 8;
-
-template <typename A>
-void gather_columns(int64_t rows, int64_t columns, int64_t first, int64_t count, const Complex<A>* x, Complex<A>* out) {
-  for (int64_t begin = 0; begin < rows; begin += kTurn) {
-    const int64_t end = smaller(begin + kTurn, rows);
-    for (int64_t c = 0; c < count; ++c) {
-      for (int64_t r = begin; r < end; ++r) out[c * rows + r] = x[r * columns + first + c];
-    }
-  }
-}
-
-template <typename A>
-void scatter_columns(int64_t rows, int64_t columns, int64_t first, int64_t count, Complex<A>* in,
-                     const Complex<A>* factor, A sign, Complex<A>* out) {
-  if (factor != nullptr) {
-    multiply_blocks<A>(count * rows, reinterpret_cast<const A*>(factor), sign, reinterpret_cast<A*>(in));
-  }
-  for (int64_t begin = 0; begin < rows; begin += kTurn) {
-    const int64_t end = smaller(begin + kTurn, rows);
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t c = 0; c < count; ++c) out[r * columns + first + c] = in[c * rows + r];
-    }
-  }
-}
-
 // ---- by type
 // ---------------------------------------------------------------------------------------------------------
 
@@ -422,24 +315,6 @@ void teacher(DType dtype, SpectrumRange range, int64_t begin, int64_t end, const
   });
 }
 
-void chirp_load(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t padded, const void* x, int64_t stride,
-                const void* chirp, const void* shift, bool conjugated, void* out) {
-  visit(dtype, [&](auto tag) {
-    using A = typename decltype(tag)::type;
-    chirp_load<A>(begin, end, n, padded, static_cast<const A*>(x), stride, static_cast<const A*>(chirp),
-                  static_cast<const A*>(shift), conjugated, static_cast<A*>(out));
-  });
-}
-
-void chirp_store(DType dtype, int64_t begin, int64_t end, int64_t padded, const void* convolved, const void* chirp,
-                 const void* shift, bool conjugated, void* out, int64_t stride) {
-  visit(dtype, [&](auto tag) {
-    using A = typename decltype(tag)::type;
-    chirp_store<A>(begin, end, padded, static_cast<const A*>(convolved), static_cast<const A*>(chirp),
-                   static_cast<const A*>(shift), conjugated, static_cast<A*>(out), stride);
-  });
-}
-
 void join_rows(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t pairs, const void* rows, const void* twiddle,
                void* half_spectrum) {
   visit(dtype, [&](auto tag) {
@@ -458,35 +333,9 @@ void split_rows(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t pair
   });
 }
 
-void gather_columns(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, const void* x,
-                    void* out) {
-  visit(dtype, [&](auto tag) {
-    using A = typename decltype(tag)::type;
-    gather_columns<A>(rows, columns, first, count, static_cast<const Complex<A>*>(x), static_cast<Complex<A>*>(out));
-  });
-}
-
-void scatter_columns(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, void* in,
-                     const void* factor, bool conjugated, void* out) {
-  visit(dtype, [&](auto tag) {
-    using A = typename decltype(tag)::type;
-    scatter_columns<A>(rows, columns, first, count, static_cast<Complex<A>*>(in),
-                       static_cast<const Complex<A>*>(factor), conjugated ? A(-1) : A(1),
-                       static_cast<Complex<A>*>(out));
-  });
-}
-
-void multiply(DType dtype, int64_t begin, int64_t end, void* x, const void* factor) {
-  visit(dtype, [&](auto tag) {
-    using A = typename decltype(tag)::type;
-    multiply_blocks<A>(end - begin, static_cast<const A*>(factor) + 2 * begin, A(1), static_cast<A*>(x) + 2 * begin);
-  });
-}
-
 }  // namespace
 
 extern const SpectralKernels spectral;
-const SpectralKernels spectral = {sums,      seed,       teacher,  chirp_load,     chirp_store,
-                                  join_rows, split_rows, multiply, gather_columns, scatter_columns};
+const SpectralKernels spectral = {sums, seed, teacher, join_rows, split_rows};
 
 }  // namespace pfl::cpu::PFL_ISA

@@ -1,4 +1,4 @@
-// The passes over half spectra and chirped rows over raw pointers, serial: the glue cuts the work.
+// The passes over half spectra over raw pointers, serial: the glue cuts the work.
 // `dtype` is float32 or float64; complex numbers are pairs of it.
 #pragma once
 
@@ -20,28 +20,12 @@ struct SpectralKernels {
   // log_q = log max(magnitude, tiny); sum = sum of the magnitudes so floored.
   void (*teacher)(DType dtype, SpectrumRange range, int64_t begin, int64_t end, const void* spectrum, void* log_q,
                   double* sum);
-  // Places [begin, end) of the two sequences that are convolved: x * chirp and x * chirp * shift, zero from n on. x is
-  // a complex sequence with `stride` numbers from one to the next.
-  void (*chirp_load)(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t padded, const void* x, int64_t stride,
-                     const void* chirp, const void* shift, bool conjugate, void* out);
-  // The reverse: out = (first + second * conj(shift)) * chirp.
-  void (*chirp_store)(DType dtype, int64_t begin, int64_t end, int64_t padded, const void* convolved, const void* chirp,
-                      const void* shift, bool conjugate, void* out, int64_t stride);
   // Bins [begin, end) of n / 2 + 1: DFTs of `pairs` pairs of interleaved rows, [pairs, n], to the half spectrum of
   // the whole, and from the half spectrum to those DFTs.
   void (*join_rows)(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t pairs, const void* rows,
                     const void* twiddle, void* half_spectrum);
   void (*split_rows)(DType dtype, int64_t begin, int64_t end, int64_t n, int64_t pairs, const void* half_spectrum,
                      const void* twiddle, void* rows);
-  // x *= factor for places [begin, end).
-  void (*multiply)(DType dtype, int64_t begin, int64_t end, void* x, const void* factor);
-  // Columns [first, first + count) of x [rows, columns], each made contiguous: out [count, rows].
-  void (*gather_columns)(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, const void* x,
-                         void* out);
-  // The reverse, with in [count, rows] first multiplied in place by factor of the same shape (or its conjugate); a
-  // null factor is one.
-  void (*scatter_columns)(DType dtype, int64_t rows, int64_t columns, int64_t first, int64_t count, void* in,
-                          const void* factor, bool conjugate, void* out);
 };
 
 // Pairs of rows that join_rows and split_rows take at most.
