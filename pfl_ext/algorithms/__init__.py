@@ -8,10 +8,12 @@ from pfl_ext.federation import Method
 from .ditto import Ditto
 from .fedavg import FedAvg, FedAvgFT, Standalone
 from .fedprox import FedProx
+from .fedrep import FedRep
+from .fedsam import FedSAM
 from .persfl import PersFL
 from .scd import SCD
 
-__all__ = ["METHODS", "SCD", "Ditto", "FedAvg", "FedAvgFT", "FedProx", "PersFL", "Standalone"]
+__all__ = ["METHODS", "SCD", "Ditto", "FedAvg", "FedAvgFT", "FedProx", "FedRep", "FedSAM", "PersFL", "Standalone"]
 
 
 def _found() -> dict[str, type[Method]]:

@@ -56,6 +56,7 @@ class WorkingModel:
         self.size = sum(shape.numel() for shape in self.shapes)
         self.trained = [p for p in module.parameters() if p.requires_grad]
         self._trained_names = {name for name, p in module.named_parameters() if p.requires_grad}
+        self._last_parameter = [name for name, _ in module.named_parameters()][-1]
         self._buffer_names = {name for name, _ in module.named_buffers()}
         self.local = self._mask(local_buffers)
         self.server = self._mask(server_buffers)
@@ -75,6 +76,31 @@ class WorkingModel:
             for name, shape in zip(self.names, self.shapes, strict=True)
         ]
         return torch.cat(parts).to(self.device)
+
+    def last_layer(self) -> str:
+        """The name of the last module with parameters of its own: the head of most networks."""
+        return self._last_parameter.rpartition(".")[0]
+
+    def entries(self, module: str) -> Tensor:
+        """Which numbers of a state are parameters and buffers of that module and of those in it.
+
+        Raises:
+            ValueError: there are none, or no others.
+        """
+        parts = [
+            torch.full((shape.numel(),), name.startswith(f"{module}."))
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        found = torch.cat(parts).to(self.device)
+        if not found.any() or found.all():
+            layers = dict.fromkeys(name.rpartition(".")[0] for name in self.names)
+            raise ValueError(f"module {module!r} does not part the network in two; it has {', '.join(layers)}")
+        return found
+
+    def parameters_of(self, module: str) -> list[Tensor]:
+        """The trained parameters of that module and of those in it."""
+        prefix = f"{module}."
+        return [p for name, p in self.module.named_parameters() if p.requires_grad and name.startswith(prefix)]
 
     def _parts(self, state: Tensor) -> list[Tensor]:
         """The vector's parts as views of the tensors' shapes."""

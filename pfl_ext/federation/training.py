@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from pfl_ext.ops import proximal_sgd_step_
+from pfl_ext.ops import lwsam_perturb_, proximal_sgd_step_, restore_
 
 from .client import Batch, Client, classification_loss
 from .method import Method
 
-__all__ = ["local_length", "local_sgd"]
+__all__ = ["local_length", "local_sam", "local_sgd"]
 
 
 class Length(TypedDict, total=False):
@@ -43,6 +43,7 @@ def local_sgd(
     epochs: int | None = None,
     lr: float | None = None,
     batches: str = "batches",
+    only: Sequence[Tensor] | None = None,
 ) -> float:
     r"""SGD on the client's loss L, plus :math:`\frac{\lambda}{2}\|v - w\|^2` where there is an anchor w.
 
@@ -57,11 +58,13 @@ def local_sgd(
         epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
         lr: step size in place of the method's.
         batches: the stream that orders the batches.
+        only: the parameters to train in place of all; needs no anchor.
 
     Returns:
         The mean loss over the steps, NaN without any.
     """
-    model, params = client.model, client.model.trained
+    model = client.model
+    params: list[Tensor] = list(model.trained if only is None else only)
     anchors = model.tensors(anchor) if anchor is not None and lam != 0 else []
     buffers = [torch.empty_like(p) for p in params] if method.momentum != 0 else []
     length: Length = local_length(method) if epochs is None else {"epochs": epochs}
@@ -82,5 +85,45 @@ def local_sgd(
             first=steps == 0,
         )
         total += objective.detach()
+        steps += 1
+    return float(total) / steps if steps else math.nan
+
+
+def local_sam(client: Client, method: Method, *, rho: float) -> float:
+    r"""Sharpness-aware training: each step by the gradient at the worst point near the model.
+
+    .. math::
+        g &= \nabla L(v), \quad \epsilon = \rho\, g / \|g\|_2 \\
+        v &\leftarrow v - \eta\, \nabla L(v + \epsilon)
+
+    Both gradients are of the same batch. Momentum and weight decay are those of the method.
+
+    Returns:
+        The mean of :math:`L(v)` over the steps, NaN without any.
+    """
+    model, params = client.model, client.model.trained
+    buffers = [torch.empty_like(p) for p in params] if method.momentum != 0 else []
+    backup: Tensor | None = None
+    total, steps = torch.zeros((), device=model.device), 0
+    model.module.train()
+    for batch in client.batches(method.batch_size, **local_length(method)):
+        loss = classification_loss(model(batch.inputs), batch.targets)
+        gradients = list(torch.autograd.grad(loss, params, materialize_grads=True))
+        backup = lwsam_perturb_(params, gradients, rho=rho, backup=backup)
+        worst = classification_loss(model(batch.inputs), batch.targets)
+        gradients = list(torch.autograd.grad(worst, params, materialize_grads=True))
+        restore_(params, backup)
+        proximal_sgd_step_(
+            params,
+            gradients,
+            [],
+            method.lr,
+            0.0,
+            method.momentum,
+            method.weight_decay,
+            momentum_buffers=buffers,
+            first=steps == 0,
+        )
+        total += loss.detach()
         steps += 1
     return float(total) / steps if steps else math.nan
