@@ -79,6 +79,7 @@ def errors(p, log_q, total, length, count, form, eps):
     a_error = (weights * p * (ratio_error + (3 * eps + additions) * ratio.abs())).sum(1)
     z_error = (2 * eps + additions) * z
     if form == 0:
+        z = torch.where(z == 0, 1.0, z)  # a spectrum of zeros: both say zero
         mean = a / z
         loss = mean - z.log() + total.log()
         mean_error = (a_error + mean.abs() * z_error) / z + eps * mean.abs()
