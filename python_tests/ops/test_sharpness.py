@@ -286,6 +286,14 @@ def test_views_of_any_layout(device):
     assert_same_bits([v.contiguous() for v in views], before)
 
 
+def test_layers_may_be_numbered_beyond_the_number_of_tensors(device):
+    params, grads = problem(torch.float32, device, [9])
+    expected = clones(params)
+    lwsam_perturb_(expected, grads, norm="layer")
+    lwsam_perturb_(params, grads, norm="layer", groups=[3])
+    assert_same_bits(params, expected)
+
+
 def test_mixed_types_share_one_norm(device):
     params = [x.to(d).to(device) for x, d in zip(random_tensors([(301,)] * 4), FLOATS, strict=True)]
     grads = [x.to(d).to(device) for x, d in zip(random_tensors([(301,)] * 4, seed=1), FLOATS, strict=True)]
