@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import command_process
 import pytest
 
 from pfl_ext.cli import main
@@ -167,16 +168,12 @@ def test_data_shows_saves_and_draws_a_partition_that_a_run_can_use(
 # ---- stopping and going on -------------------------------------------------------------------------------------------
 
 
-def _command(arguments: Sequence[str]) -> None:
-    os._exit(main(arguments))  # the exit status of the command, as from a shell
-
-
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Any]:
     """Starts commands in processes that have everything imported already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pfl_ext.commands"])
-    yield lambda arguments: context.Process(target=_command, args=(arguments,))
+    yield lambda arguments: context.Process(target=command_process.run, args=(arguments,))
 
 
 def test_a_run_killed_at_random_moments_ends_as_an_unbroken_one(tmp_path: Path, processes: Any) -> None:
