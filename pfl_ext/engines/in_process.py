@@ -24,7 +24,7 @@ class InProcess:
         """Make the server's vectors visible to the turns that follow."""
         self._turns.server = server
 
-    def map(self, turn: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+    def map(self, turn: str, arguments: Sequence[tuple[Any, ...]], costs: Sequence[int] | None = None) -> Iterator[Any]:
         """The results of ``Turns.<turn>(*arguments[i])`` in order; a client's :class:`Diverged` is a result too."""
         call = getattr(self._turns, turn)
         for some in arguments:

@@ -300,7 +300,8 @@ class Federation:
             members -= s.new_clients
         selected = selected_clients(s.seed, t, members, s.participation)
         clients, samples, vectors, dropped = [], [], [], []
-        results = engine.map("train", [(k, t, s.evaluate_local) for k in selected])
+        costs = [len(self.partition.train[k]) for k in selected]
+        results = engine.map("train", [(k, t, s.evaluate_local) for k in selected], costs)
         for k, result in zip(selected, results, strict=True):
             if isinstance(result, Diverged):
                 if s.diverged == "stop":
@@ -392,7 +393,8 @@ class Federation:
         splits = ("test", "validation") + (("train",) if s.evaluate_train else ())
         everywhere = ("personal",) if s.personal_global_test else ()
         clients = range(self.partition.clients)
-        found = list(engine.map("evaluate", [(k, t, splits, everywhere) for k in clients]))
+        costs = [sum(len(getattr(self.partition, split)[k]) for split in splits) for k in clients]
+        found = list(engine.map("evaluate", [(k, t, splits, everywhere) for k in clients], costs))
         self.client_rows = [
             {
                 "client": k,

@@ -158,6 +158,7 @@ def test_comparison_has_one_row_a_method(make_run):
         "top 5 %": pytest.approx(90),
         "best by validation": pytest.approx(35),
         "best on test": pytest.approx(70),
+        "rounds to 99 %": 1,
         "communicated MB": 6.0,
         "trained parameters": 62006,
         "seconds a round": 2.5,
