@@ -302,3 +302,11 @@ def test_networks_of_linear_layers_are_trained_at_once() -> None:
 
     assert _only_linear(mlp((4,), 3)) and not _only_linear(lenet((3, 32, 32), 10))
     assert not _only_linear(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+
+
+def test_among_equal_students_the_first_point_of_the_grid_wins(turn: Turn) -> None:
+    method = _persfl(distill_epochs=0)  # all students are the teacher
+    turns, client = turn(method)
+    method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+    assert (client.report["temperature"], client.report["lambda"]) == (1.0, 0.0)
+    assert torch.equal(client["personal"], client["teacher"])
