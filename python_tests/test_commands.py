@@ -148,6 +148,8 @@ def test_compare_prints_one_table_and_writes_all_styles(tmp_path: Path, capsys: 
     assert config["method"]["lam"] == 0.5 and config["federation"]["seed"] == 1
     partitions = [Partition.load(tmp_path / f"{m}-seed0" / "partition.safetensors") for m in ("fedavg", "ditto")]
     assert partitions[0].fingerprint == partitions[1].fingerprint
+    other = Partition.load(tmp_path / "fedavg-seed1" / "partition.safetensors")
+    assert other.fingerprint != partitions[0].fingerprint
     models = [_metrics(tmp_path / f"{m}-seed0")[-1]["models"]["global"] for m in ("fedavg", "ditto")]
     assert models[0] == models[1]  # Ditto's global model is FedAvg's, on the same batches
 
