@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,10 +46,13 @@ class _Usage(Exception):
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
-def _add(group: Any, option: Option, section: str) -> None:
-    """A flag for an option. Defaults stay out of the parsed result, so that a configuration file can set them."""
+def _add(group: Any, option: Option, section: str, key: str | None = None) -> None:
+    """A flag for an option, ``key`` of its section.
+
+    Defaults stay out of the parsed result, so that a configuration file can set them.
+    """
     flag = "--" + option.name.replace("_", "-")
-    destination = f"{section}.{option.name}"
+    destination = f"{section}.{key or option.name}"
     default = option.default
     if isinstance(default, tuple):
         default = ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in default)
@@ -81,10 +83,7 @@ _DATA_OPTIONS = {
 def _add_data(parser: argparse.ArgumentParser, partition: str) -> None:
     group = parser.add_argument_group("data and network")
     for destination, option in _DATA_OPTIONS.items():
-        section = destination.partition(".")[0]
-        flag = dataclasses.replace(option)
-        _add(group, flag, section)
-        group._group_actions[-1].dest = destination
+        _add(group, option, *destination.split("."))
     group = parser.add_argument_group(
         f"partition {partition}", (PARTITIONERS[partition].__doc__ or "").strip().splitlines()[0]
     )
@@ -331,7 +330,6 @@ def compare(arguments: Sequence[str]) -> int:
         parser.epilog = _METHODS_HELP
         parser.add_argument("methods", nargs="*", metavar="METHOD", help="two or more methods")
         group = parser.add_argument_group("options of all methods")
-        common = {f.name for f in dataclasses.fields(Method)}
         for option in method_options("fedavg").values():
             _add(group, option, "method")
         _add_data(parser, partition)
@@ -367,7 +365,6 @@ def compare(arguments: Sequence[str]) -> int:
                     some.setdefault("federation", {})["seed"] = seed
                 some["method"] = {"name": method, **own[method]}
                 experiments.append(Experiment.from_sections(some))
-        del common
         _compare(experiments, methods, parsed)
     return status[0]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, local_sam, option
+from pfl_ext.federation import Client, Method, Uploads, local_sgd, option
 
 from .fedavg import average
 
@@ -35,7 +35,7 @@ class FedSAM(Method):
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model, sharpness-aware."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sam(client, self, rho=self.rho)
+        client.report["loss"] = local_sgd(client, self, rho=self.rho)
         return {"model": client.model.state()}
 
     def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -212,7 +212,8 @@ class Workers:
             self._lost(pipe, f"during {turn}{arguments[:2]}")
         if trace is not None:
             self.close()
-            result.add_note(trace) if hasattr(result, "add_note") else None
+            if hasattr(result, "add_note"):  # Python 3.11
+                result.add_note(trace)
             raise result
         if turn == "train" and not isinstance(result, Diverged):
             shared, report = result
@@ -223,7 +224,7 @@ class Workers:
             result = vectors, report
         return result
 
-    def _lost(self, pipe: Connection, when: str) -> None:
+    def _lost(self, pipe: Connection, when: str) -> NoReturn:
         process = self._processes[self._pipes.index(pipe)]
         process.join(timeout=5)
         code = process.exitcode

@@ -7,7 +7,7 @@ from .method import Method, Uploads, option
 from .model import WorkingModel
 from .store import ClientStore
 from .streams import seed_of, stream
-from .training import local_length, local_sam, local_sgd
+from .training import local_length, local_sgd
 from .turns import Buffers, Diverged
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "WorkingModel",
     "classification_loss",
     "local_length",
-    "local_sam",
     "local_sgd",
     "option",
     "seed_of",

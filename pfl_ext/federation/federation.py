@@ -22,7 +22,7 @@ from pfl_ext.evaluation import ResultsFolder, classification_metrics, summarize
 
 from . import checkpoint
 from .mapping import LARGE, MappedTensor, scratch_folder
-from .method import Method, Uploads, option
+from .method import Method, Options, Uploads, option
 from .model import WorkingModel
 from .store import ClientStore
 from .streams import stream
@@ -39,7 +39,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Options):
     """How a federation runs, whatever the method."""
 
     rounds: int = option(20, "communication rounds T")
@@ -63,34 +63,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        for name, holds, accepted in (
-            ("rounds", self.rounds >= 0, "0 or more"),
-            ("participation", 0 < self.participation <= 1, "above 0, up to 1"),
-            ("evaluate_every", self.evaluate_every >= 1, "1 or more"),
-            ("new_clients", self.new_clients >= 0, "0 or more"),
-            ("join_round", self.join_round >= 0, "0 or more"),
-            ("workers", self.workers >= 1, "1 or more"),
-            ("threads", self.threads >= 1, "1 or more"),
-            ("checkpoint_every", self.checkpoint_every >= 1, "1 or more"),
-        ):
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)}; accepted is {accepted}")
-        for field in dataclasses.fields(self):
-            choices = field.metadata["choices"]
-            if choices and getattr(self, field.name) not in choices:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)!r}; accepted is {', '.join(choices)}")
+        super().__post_init__()
+        self.check("rounds", self.rounds >= 0, "of 0 or more")
+        self.check("participation", 0 < self.participation <= 1, "above 0, up to 1")
+        self.check("new_clients", self.new_clients >= 0, "of 0 or more")
+        self.check("join_round", self.join_round >= 0, "of 0 or more")
+        for name in ("evaluate_every", "workers", "threads", "checkpoint_every"):
+            self.check(name, getattr(self, name) >= 1, "of 1 or more")
 
 
 def selected_clients(seed: int, round: int, clients: int, participation: float) -> list[int]:
     """The clients of a round, in order. It depends on nothing else, so all methods select the same."""
-    count = max(1, round_half_up(participation * clients))
+    count = max(1, math.floor(participation * clients + 0.5))  # Python's round takes 2.5 clients to 2, and 3.5 to 4
     chosen = torch.randperm(clients, generator=stream(seed, "clients", round))[:count]
     return sorted(chosen.tolist())
-
-
-def round_half_up(x: float) -> int:
-    """The nearest integer; Python's ``round`` takes halves to even, so 2.5 clients would be 2 and 3.5 be 4."""
-    return math.floor(x + 0.5)
 
 
 def _usable_device(settings: Settings) -> torch.device:

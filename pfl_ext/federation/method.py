@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from .client import Client
 from .mapping import MappedTensor
 from .model import WorkingModel
 
-__all__ = ["Method", "Uploads", "option"]
+__all__ = ["Method", "Options", "Uploads", "option"]
 
 _PIECES = 1 << 28  # bytes of all clients' pieces together, where uploads are in files
 
@@ -77,7 +78,26 @@ class Uploads:
 
 
 @dataclass(frozen=True)
-class Method:
+class Options:
+    """Options that are made by :func:`option`, checked when they are set."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is not among an option's choices."""
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            if choices:
+                chosen = getattr(self, field.name) in choices
+                self.check(field.name, chosen, f"one of {', '.join(map(str, choices))}")
+
+    def check(self, name: str, holds: bool, accepted: str) -> None:
+        """Raise a ValueError that says what was given and what is accepted, unless the condition holds."""
+        value = getattr(self, name)
+        if not holds or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}; accepted is a value {accepted}")
+
+
+@dataclass(frozen=True)
+class Method(Options, abc.ABC):
     """The base of every method: the options all share, and what a method may say about itself.
 
     A method has no state of its own: what the server keeps is in ``server``, what a client keeps in ``client``, so that
@@ -96,23 +116,13 @@ class Method:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work before a run begins."""
+        super().__post_init__()
         self.check("lr", self.lr > 0, "above 0")
         self.check("momentum", 0 <= self.momentum < 1, "from 0 to below 1")
         self.check("weight_decay", self.weight_decay >= 0, "not negative")
         self.check("batch_size", self.batch_size >= 1, "at least 1")
         self.check("local_epochs", self.local_epochs >= 0, "not negative")
         self.check("local_steps", self.local_steps >= 0, "not negative")
-        for field in dataclasses.fields(self):
-            choices = field.metadata.get("choices")
-            if choices:
-                value = getattr(self, field.name)
-                self.check(field.name, value in choices, f"one of {', '.join(map(str, choices))}")
-
-    def check(self, name: str, holds: bool, accepted: str) -> None:
-        """Raise a ValueError that says what was given and what is accepted, unless the condition holds."""
-        value = getattr(self, name)
-        if not holds or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{name} is {value!r}; accepted is a value {accepted}")
 
     # ---- what a method says of itself --------------------------------------------------------------------------------
 
@@ -132,13 +142,13 @@ class Method:
         """Which of them it receives after the last round, for :meth:`personalize` and for its evaluation."""
         return self.received()
 
+    @abc.abstractmethod
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A selected client's turn; returns what it sends."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
         """Change the server's vectors by what the clients sent."""
-        raise NotImplementedError
 
     def check_data(self, partition: Partition) -> None:
         """Raise a ValueError if the method cannot work with this partition (no validation data, say)."""

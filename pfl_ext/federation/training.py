@@ -14,7 +14,7 @@ from pfl_ext.ops import lwsam_perturb_, proximal_sgd_step_, restore_
 from .client import Batch, Client, classification_loss
 from .method import Method
 
-__all__ = ["local_length", "local_sam", "local_sgd"]
+__all__ = ["local_length", "local_sgd"]
 
 
 class Length(TypedDict, total=False):
@@ -44,10 +44,14 @@ def local_sgd(
     lr: float | None = None,
     batches: str = "batches",
     only: Sequence[Tensor] | None = None,
+    rho: float = 0.0,
 ) -> float:
     r"""SGD on the client's loss L, plus :math:`\frac{\lambda}{2}\|v - w\|^2` where there is an anchor w.
 
     .. math:: v \leftarrow v - \eta\, (\nabla L(v) + \lambda (v - w))
+
+    With a radius :math:`\rho` it is sharpness-aware: the gradient is that of the same batch at
+    :math:`v + \rho\, g / \|g\|_2`, with :math:`g = \nabla L(v)`.
 
     Args:
         client: its working model v is trained, from where it is.
@@ -59,20 +63,27 @@ def local_sgd(
         lr: step size in place of the method's.
         batches: the stream that orders the batches.
         only: the parameters to train in place of all; needs no anchor.
+        rho: :math:`\rho`; 0 is plain SGD.
 
     Returns:
-        The mean loss over the steps, NaN without any.
+        The mean of L(v) over the steps, NaN without any.
     """
     model = client.model
     params: list[Tensor] = list(model.trained if only is None else only)
     anchors = model.tensors(anchor) if anchor is not None and lam != 0 else []
     buffers = [torch.empty_like(p) for p in params] if method.momentum != 0 else []
     length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+    backup: Tensor | None = None
     total, steps = torch.zeros((), device=model.device), 0
     model.module.train()
     for batch in client.batches(method.batch_size, name=batches, **length):
         objective = loss(model(batch.inputs), batch)
         gradients = list(torch.autograd.grad(objective, params, materialize_grads=True))
+        if rho != 0:
+            backup = lwsam_perturb_(params, gradients, rho=rho, backup=backup)
+            worst = loss(model(batch.inputs), batch)
+            gradients = list(torch.autograd.grad(worst, params, materialize_grads=True))
+            restore_(params, backup)
         proximal_sgd_step_(
             params,
             gradients,
@@ -85,45 +96,5 @@ def local_sgd(
             first=steps == 0,
         )
         total += objective.detach()
-        steps += 1
-    return float(total) / steps if steps else math.nan
-
-
-def local_sam(client: Client, method: Method, *, rho: float) -> float:
-    r"""Sharpness-aware training: each step by the gradient at the worst point near the model.
-
-    .. math::
-        g &= \nabla L(v), \quad \epsilon = \rho\, g / \|g\|_2 \\
-        v &\leftarrow v - \eta\, \nabla L(v + \epsilon)
-
-    Both gradients are of the same batch. Momentum and weight decay are those of the method.
-
-    Returns:
-        The mean of :math:`L(v)` over the steps, NaN without any.
-    """
-    model, params = client.model, client.model.trained
-    buffers = [torch.empty_like(p) for p in params] if method.momentum != 0 else []
-    backup: Tensor | None = None
-    total, steps = torch.zeros((), device=model.device), 0
-    model.module.train()
-    for batch in client.batches(method.batch_size, **local_length(method)):
-        loss = classification_loss(model(batch.inputs), batch.targets)
-        gradients = list(torch.autograd.grad(loss, params, materialize_grads=True))
-        backup = lwsam_perturb_(params, gradients, rho=rho, backup=backup)
-        worst = classification_loss(model(batch.inputs), batch.targets)
-        gradients = list(torch.autograd.grad(worst, params, materialize_grads=True))
-        restore_(params, backup)
-        proximal_sgd_step_(
-            params,
-            gradients,
-            [],
-            method.lr,
-            0.0,
-            method.momentum,
-            method.weight_decay,
-            momentum_buffers=buffers,
-            first=steps == 0,
-        )
-        total += loss.detach()
         steps += 1
     return float(total) / steps if steps else math.nan

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from pfl_ext.federation import (
     Federation,
     ForeignCheckpoint,
     Interrupted,
+    Method,
     Settings,
     selected_clients,
 )
@@ -394,3 +396,34 @@ def test_a_device_that_is_not_there_is_refused(dataset: Dataset, partition: Part
     for device in ("cuda:99", "tpu"):
         with pytest.raises(ValueError, match=f"device is '{device}', which cannot be used here"):
             Federation(FedAvg(), network, dataset, partition, Settings(device=device))
+
+
+def test_before_and_after_local_training_are_what_they_say(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    alone = dataclasses.replace(
+        partition, train=partition.train[:1], validation=partition.validation[:1], test=partition.test[:1]
+    )
+    rows: list[dict[str, Any]] = []
+    settings = Settings(rounds=3, evaluate_local=True)
+    run = Federation(
+        FedAvg(lr=0.5, batch_size=4),
+        network,
+        dataset,
+        alone,
+        settings,
+        notify=lambda _: rows.append(run.client_rows[0]),
+    )
+    run.run()
+    for earlier, later in itertools.pairwise(rows):  # the only client's model is the next global one
+        assert later["before_training/loss"] == earlier["global/test/loss"] == earlier["after_training/loss"]
+    assert len({row["after_training/loss"] for row in rows}) == 3
+
+
+def test_a_method_without_its_two_turns_cannot_be_made() -> None:
+    @dataclass(frozen=True)
+    class Unfinished(Method):
+        name = "unfinished"
+
+    with pytest.raises(TypeError, match="client_round"):
+        Unfinished()

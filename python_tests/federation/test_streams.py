@@ -27,6 +27,7 @@ def test_selection_is_sorted_distinct_and_as_many_as_asked_for() -> None:
         assert chosen == sorted(set(chosen)) and len(chosen) == 5 and max(chosen) < 20
     assert selected_clients(3, 1, 20, 0.25) != selected_clients(3, 2, 20, 0.25)
     assert len(selected_clients(0, 1, 10, 0.01)) == 1
+    assert [len(selected_clients(0, 1, n, 0.5)) for n in (5, 7)] == [3, 4]  # halves go up
     assert selected_clients(0, 5, 4, 1.0) == [0, 1, 2, 3]
 
 
