@@ -41,7 +41,7 @@ class Option:
         """
         try:
             parsed = _convert(value, self.type)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, KeyError):
             raise ValueError(f"{self.name} is {value!r}; accepted is {_describe(self.type)}") from None
         if self.choices and parsed not in self.choices:
             close = nearest(str(parsed), map(str, self.choices))
@@ -81,7 +81,7 @@ def _describe(kind: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ ", did you mean ...?" with the names closest to a wrong one, or nothing."""
+    """The names closest to a wrong one, as " (did you mean ...?)", or nothing."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 

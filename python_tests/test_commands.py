@@ -108,6 +108,7 @@ def test_an_unknown_name_in_a_file_suggests_the_nearest(tmp_path: Path, capsys: 
     for text, message in (
         ('[metod]\nname = "fedavg"', "unknown table [metod] (did you mean method"),
         ('[method]\nname = "ditto"\nlamda = 1', "unknown option 'lamda' of the method ditto (did you mean lam"),
+        ('[method]\nname = "fedavg"\n[data]\ndownload = "maybe"', "download is 'maybe'; accepted is true or false"),
         ("[method", "is not TOML"),
     ):
         (tmp_path / "bad.toml").write_text(text)

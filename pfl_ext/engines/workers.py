@@ -14,59 +14,44 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pfl_ext.data import Dataset, Partition
+from pfl_ext.data import Dataset
 from pfl_ext.federation.mapping import LARGE, MappedTensor, scratch_folder
-from pfl_ext.federation.method import Method
-from pfl_ext.federation.store import ClientStore
-from pfl_ext.federation.turns import Buffers, Diverged, Turns
+from pfl_ext.federation.turns import Diverged, Plan, Turns
 
 __all__ = ["Workers"]
 
 
-def _share(value: Any, path: Path) -> Any:
-    """``value``, or where it can be found if it is a large tensor."""
-    return MappedTensor.copy(value, path) if isinstance(value, Tensor) and value.nbytes >= LARGE else value
+def _share(plan: Plan, folder: Path) -> tuple[Plan, dict[str, MappedTensor]]:
+    """The plan with its large tensors in files of the folder, and those of the server's vectors."""
+
+    def file_of(value: Any, name: str) -> Any:
+        large = isinstance(value, Tensor) and value.nbytes >= LARGE
+        return MappedTensor.copy(value, folder / f"data-{name}") if large else value
+
+    given = [field.name for field in dataclasses.fields(plan.dataset) if field.init]
+    fields = {name: file_of(getattr(plan.dataset, name), name) for name in given}
+    server = {name: MappedTensor.copy(vector, folder / f"server-{name}") for name, vector in plan.server.items()}
+    # What is in files stands in the places of what it holds until the worker opens it.
+    portable = dataclasses.replace(plan, dataset=cast(Dataset, (type(plan.dataset), fields)), server=cast(Any, server))
+    return portable, server
 
 
-def _found(value: Any) -> Any:
-    return value.open() if isinstance(value, MappedTensor) else value
+def _open(plan: Plan) -> Plan:
+    """The plan in a worker, of what :func:`_share` made."""
+    cls, fields = cast(Any, plan.dataset)
+    opened = {name: value.open() if isinstance(value, MappedTensor) else value for name, value in fields.items()}
+    server = {name: cast(Any, file).open() for name, file in plan.server.items()}
+    # A copy of the network: what arrived may be memory that all workers share.
+    return dataclasses.replace(plan, module=copy.deepcopy(plan.module), dataset=cls(**opened), server=server)
 
 
-@dataclasses.dataclass
-class _Plan:
-    """What a worker is told when it starts."""
-
-    method: Method
-    module: nn.Module
-    dataset: tuple[type[Dataset], dict[str, Any]]
-    partition: Partition
-    store: ClientStore
-    server: dict[str, MappedTensor]
-    seed: int
-    buffers: Buffers
-    augmentation: str
-    threads: int
-    folder: Path
-
-
-def _work(plan: _Plan, number: int, pipe: Connection) -> None:
+def _work(plan: Plan, threads: int, folder: Path, number: int, pipe: Connection) -> None:
     """A worker's life: take a turn, answer, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    torch.set_num_threads(plan.threads)
-    cls, fields = plan.dataset
-    turns = Turns(
-        plan.method,
-        copy.deepcopy(plan.module),  # what arrived may be memory that all workers share
-        cls(**{name: _found(value) for name, value in fields.items()}),
-        plan.partition,
-        plan.store,
-        {name: mapped.open() for name, mapped in plan.server.items()},
-        plan.seed,
-        plan.buffers,
-        plan.augmentation,
-    )
+    torch.set_num_threads(threads)
+    turns = Turns(_open(plan))
     pipe.send(None)  # ready
     sent = 0
     answer: tuple[Any, str | None]
@@ -82,7 +67,7 @@ def _work(plan: _Plan, number: int, pipe: Connection) -> None:
                 shared = {}
                 for name, vector in vectors.items():
                     sent += 1
-                    shared[name] = MappedTensor.copy(vector, plan.folder / f"upload-{number}-{sent}")
+                    shared[name] = MappedTensor.copy(vector, folder / f"upload-{number}-{sent}")
                 result = shared, report
             answer = (result, None)
         except Diverged as error:
@@ -106,59 +91,23 @@ class Workers:
 
     Args:
         workers: how many processes.
-        method, module, dataset, partition, store, server, seed, buffers, augmentation: as for
-            :class:`pfl_ext.federation.turns.Turns`; the store must have a folder.
+        plan: what they do; its store must have a folder.
         threads: of each worker.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        method: Method,
-        module: nn.Module,
-        dataset: Dataset,
-        partition: Partition,
-        store: ClientStore,
-        server: Mapping[str, Tensor],
-        seed: int,
-        buffers: Buffers,
-        augmentation: str,
-        threads: int = 1,
-    ) -> None:
+    def __init__(self, workers: int, plan: Plan, threads: int = 1) -> None:
         """See the class."""
         # What all clients send may be there at once.
-        size = (
-            dataset.inputs.nbytes
-            + dataset.targets.nbytes
-            + sum(v.nbytes for v in server.values()) * (1 + partition.clients)
-        )
-        self._folder = scratch_folder(self, size)
-        fields = {
-            field.name: _share(getattr(dataset, field.name), self._folder / f"data-{field.name}")
-            for field in dataclasses.fields(dataset)
-            if field.init
-        }
-        shared = {name: MappedTensor.copy(vector, self._folder / f"server-{name}") for name, vector in server.items()}
-        self._server = {name: mapped.open() for name, mapped in shared.items()}
-        plan = _Plan(
-            method,
-            module,
-            (type(dataset), fields),
-            partition,
-            store,
-            shared,
-            seed,
-            buffers,
-            augmentation,
-            threads,
-            self._folder,
-        )
+        sent = sum(vector.nbytes for vector in plan.server.values()) * (1 + plan.partition.clients)
+        self._folder = scratch_folder(self, plan.dataset.inputs.nbytes + plan.dataset.targets.nbytes + sent)
+        portable, server = _share(plan, self._folder)
+        self._server = {name: file.open() for name, file in server.items()}
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for number in range(workers):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(plan, number, there), daemon=True)
+            process = context.Process(target=_work, args=(portable, threads, self._folder, number, there), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)

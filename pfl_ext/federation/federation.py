@@ -26,7 +26,7 @@ from .method import Method, Options, Uploads, option
 from .model import WorkingModel
 from .store import ClientStore
 from .streams import stream
-from .turns import Buffers, Diverged, Turns
+from .turns import Buffers, Diverged, Plan, Turns
 
 __all__ = ["Federation", "Interrupted", "Settings", "selected_clients"]
 
@@ -176,12 +176,19 @@ class Federation:
         from pfl_ext import engines  # the engines are built on this package
 
         s = self.settings
-        common = (self.method, self._module, self.dataset, self.partition, self.store)
-        if s.workers == 1:
-            turns = Turns(*common, self.server, s.seed, self._buffers, s.augmentation)
-            return engines.InProcess(turns, s.threads)
-        return engines.Workers(
-            s.workers, *common, self.server, s.seed, self._buffers, s.augmentation, threads=s.threads
+        plan = Plan(
+            self.method,
+            self._module,
+            self.dataset,
+            self.partition,
+            self.store,
+            self.server,
+            s.seed,
+            self._buffers,
+            s.augmentation,
+        )
+        return (
+            engines.InProcess(Turns(plan), s.threads) if s.workers == 1 else engines.Workers(s.workers, plan, s.threads)
         )
 
     # ---- saving ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .model import WorkingModel
 from .store import ClientStore
 from .streams import seed_of
 
-__all__ = ["Buffers", "Diverged", "Turns"]
+__all__ = ["Buffers", "Diverged", "Plan", "Turns"]
 
 _LOCAL_BUFFERS = "pfl_ext.local_buffers"
 
@@ -52,36 +52,33 @@ class Buffers:
     """Modules whose buffers stay as the server has them."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Everything turns need, wherever they run."""
+
+    method: Method
+    module: nn.Module
+    """The network; it becomes the working model."""
+    dataset: Dataset
+    partition: Partition
+    store: ClientStore
+    """The clients' vectors."""
+    server: Mapping[str, Tensor]
+    """The server's vectors, as this process sees them."""
+    seed: int
+    buffers: Buffers
+    augmentation: str
+    """The name of one of :data:`pfl_ext.data.AUGMENTATIONS`."""
+
+
 class Turns:
-    """Everything a turn needs, in the process it runs in.
+    """The turns of a plan, in the process that makes this."""
 
-    Args:
-        method: the method.
-        module: the network; it becomes the working model.
-        dataset, partition: the data.
-        store: the clients' vectors.
-        server: the server's vectors, as this process sees them.
-        seed: the run's.
-        buffers: the policy for buffers.
-        augmentation: the name of one of :data:`pfl_ext.data.AUGMENTATIONS`.
-    """
-
-    def __init__(
-        self,
-        method: Method,
-        module: nn.Module,
-        dataset: Dataset,
-        partition: Partition,
-        store: ClientStore,
-        server: Mapping[str, Tensor],
-        seed: int,
-        buffers: Buffers,
-        augmentation: str,
-    ) -> None:
+    def __init__(self, plan: Plan) -> None:
         """See the class."""
-        self.method, self.dataset, self.partition, self.store, self.server = method, dataset, partition, store, server
-        self.seed, self.augmentation = seed, augmentation
-        self.model = WorkingModel(module, buffers.local, buffers.server)
+        self.method, self.dataset, self.partition, self.store = plan.method, plan.dataset, plan.partition, plan.store
+        self.server, self.seed, self.augmentation = plan.server, plan.seed, plan.augmentation
+        self.model = WorkingModel(plan.module, plan.buffers.local, plan.buffers.server)
         stays = self.model.local | self.model.server
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
 

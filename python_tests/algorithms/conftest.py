@@ -9,7 +9,7 @@ from torch import nn
 
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Buffers, Client, ClientStore, Method, WorkingModel
-from pfl_ext.federation.turns import Turns
+from pfl_ext.federation.turns import Plan, Turns
 
 
 @pytest.fixture
@@ -46,7 +46,8 @@ def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Callable
         model = WorkingModel(copy.deepcopy(network))
         store = ClientStore(3, method.client_state(model))
         module = copy.deepcopy(network)
-        turns = Turns(method, module, dataset, partition, store, method.server_state(model), 7, Buffers(), "none")
+        server = method.server_state(model)
+        turns = Turns(Plan(method, module, dataset, partition, store, server, 7, Buffers(), "none"))
         return turns, Client(client, round, turns.model, dataset, partition, store, 7)
 
     return make
