@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pfl_ext.federation.turns import Diverged, Turns
+from pfl_ext.federation.turns import Diverged, Turns, threads_of_a_turn
 
 __all__ = ["InProcess"]
 
@@ -28,16 +27,12 @@ class InProcess:
         """The results of ``Turns.<turn>(*arguments[i])`` in order; a client's :class:`Diverged` is a result too."""
         call = getattr(self._turns, turn)
         for some in arguments:
-            # Set anew for each turn and not across a yield: whoever takes the results computes with all threads.
-            threads, random_state = torch.get_num_threads(), torch.get_rng_state()
-            torch.set_num_threads(self._threads)
-            try:
-                result = call(*some)
-            except Diverged as error:
-                result = error
-            finally:
-                torch.set_num_threads(threads)
-                torch.set_rng_state(random_state)
+            # Not across the yield: whoever takes the results computes with all threads.
+            with threads_of_a_turn(self._threads):
+                try:
+                    result = call(*some)
+                except Diverged as error:
+                    result = error
             yield result
 
     def close(self) -> None:

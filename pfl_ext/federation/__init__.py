@@ -5,6 +5,7 @@ from .client import Batch, Client, classification_loss
 from .federation import Federation, Interrupted, Settings, selected_clients
 from .method import Method, Uploads, option
 from .model import WorkingModel
+from .server import Server
 from .store import ClientStore
 from .streams import seed_of, stream
 from .training import local_length, local_sgd
@@ -21,6 +22,7 @@ __all__ = [
     "ForeignCheckpoint",
     "Interrupted",
     "Method",
+    "Server",
     "Settings",
     "Uploads",
     "WorkingModel",

@@ -24,9 +24,10 @@ from . import checkpoint
 from .mapping import LARGE, MappedTensor, scratch_folder
 from .method import Method, Options, Uploads, option
 from .model import WorkingModel
+from .server import Server
 from .store import ClientStore
-from .streams import stream
-from .turns import Buffers, Diverged, Plan, Turns
+from .streams import seed_of, stream
+from .turns import Buffers, Diverged, Plan, Turns, seed_layers, threads_of_a_turn
 
 __all__ = ["Federation", "Interrupted", "Settings", "selected_clients"]
 
@@ -133,7 +134,7 @@ class Federation:
         self._check()
         self._module = module
         layout = WorkingModel(copy.deepcopy(module), self._buffers.local, self._buffers.server)
-        self.server = method.server_state(layout)
+        self.server = Server(method.server_state(layout), module, self.settings.seed)
         self._layout = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
         self.trained_parameters = sum(p.numel() for p in layout.trained)
         self.folder = None if folder is None else Path(folder)
@@ -309,8 +310,8 @@ class Federation:
         if not clients:
             raise Diverged(dropped[0], t, "training, as that of all others selected,")
         uploads = Uploads(clients, samples, vectors)
-        down = [self.server[name] for name in self.method.received()]
-        self.method.server_round(self.server, uploads)
+        down = self.method.sends(self.server, selected[0], self.method.received())
+        self._server_round(t, uploads)
         uploads.discard()
         engine.publish(self.server)
         self.round = t
@@ -320,11 +321,23 @@ class Federation:
             **({"dropped": dropped} if dropped else {}),
             "communication": self._communication(uploads, len(selected), down),
             "training": self._training(clients),
+            **({"server": dict(self.server.report)} if self.server.report else {}),
         }
         record["seconds_training"] = time.perf_counter() - begin
         if t % s.evaluate_every == 0 or t == s.rounds:
             record |= self._evaluate(engine, t)
         self._keep(record, begin)
+
+    def _server_round(self, t: int, uploads: Uploads) -> None:
+        """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
+        self.server.round = t
+        self.server.report.clear()
+        with threads_of_a_turn(self.settings.threads):
+            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
+            self.method.server_round(self.server, uploads)
+        for name in self.method.received():
+            if name in self.server and not bool(torch.isfinite(self.server[name]).all()):
+                raise Diverged(None, t, name)
 
     def _kept_until_averaged(self, client: int, name: str, vector: Tensor) -> Tensor | MappedTensor:
         """An upload, in a file where clients' vectors are: with all clients selected both are of the same size."""
@@ -332,12 +345,12 @@ class Federation:
             return vector
         return MappedTensor.copy(vector, self._uploads / f"{name}-{client}")
 
-    def _communication(self, uploads: Uploads | None, receivers: int, down: list[Tensor]) -> dict[str, int]:
+    def _communication(self, uploads: Uploads | None, receivers: int, down: dict[str, Tensor]) -> dict[str, int]:
         return {
             "up_parameters": uploads.parameters() if uploads is not None else 0,
             "up_bytes": uploads.bytes() if uploads is not None else 0,
-            "down_parameters": receivers * sum(vector.numel() for vector in down),
-            "down_bytes": receivers * sum(vector.nbytes for vector in down),
+            "down_parameters": receivers * sum(vector.numel() for vector in down.values()),
+            "down_bytes": receivers * sum(vector.nbytes for vector in down.values()),
         }
 
     def _training(self, clients: list[int]) -> dict[str, Any]:
@@ -360,7 +373,7 @@ class Federation:
                 self.reports[k] |= report
             self.personalized = group.stop
             self._save_if_due(False)
-        down = [self.server[name] for name in self.method.received_last()]
+        down = self.method.sends(self.server, 0, self.method.received_last())
         record: Record = {"round": self.round + 1, "stage": "personalized"}
         record["communication"] = self._communication(None, self.partition.clients, down)
         record["training"] = self._training(list(range(self.partition.clients)))

@@ -16,6 +16,7 @@ from pfl_ext.data import Partition
 from .client import Client
 from .mapping import MappedTensor
 from .model import WorkingModel
+from .server import Server
 
 __all__ = ["Method", "Options", "Uploads", "option"]
 
@@ -142,12 +143,20 @@ class Method(Options, abc.ABC):
         """Which of them it receives after the last round, for :meth:`personalize` and for its evaluation."""
         return self.received()
 
+    def sends(self, server: Mapping[str, Tensor], client: int, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """What the server sends to one client where ``names`` are asked for; its size is what is counted as sent.
+
+        For methods whose server makes each client something of its own out of its vectors; as many numbers for every
+        client. It runs where the client's turn does.
+        """
+        return {name: server[name] for name in names}
+
     @abc.abstractmethod
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A selected client's turn; returns what it sends."""
 
     @abc.abstractmethod
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def server_round(self, server: Server, uploads: Uploads) -> None:
         """Change the server's vectors by what the clients sent."""
 
     def check_data(self, partition: Partition) -> None:

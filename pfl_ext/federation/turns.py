@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,25 +19,45 @@ from .model import WorkingModel
 from .store import ClientStore
 from .streams import seed_of
 
-__all__ = ["Buffers", "Diverged", "Plan", "Turns"]
+__all__ = ["Buffers", "Diverged", "Plan", "Turns", "seed_layers", "threads_of_a_turn"]
 
 _LOCAL_BUFFERS = "pfl_ext.local_buffers"
 
 
 class Diverged(RuntimeError):
-    """A client's training gave infinity or NaN."""
+    """A client's training, or the server's, gave infinity or NaN."""
 
-    def __init__(self, client: int, round: int, what: str) -> None:
-        """``what`` is not finite after this client's turn in this round."""
+    def __init__(self, client: int | None, round: int, what: str) -> None:
+        """``what`` is not finite after this client's turn in this round, or after the server's where that is None."""
         super().__init__(client, round, what)
         self.client, self.round, self.what = client, round, what
 
     def __str__(self) -> str:
         """Who, when, what, and what to do."""
-        return (
-            f"client {self.client} diverged in round {self.round}: its {self.what} is not finite. Lower the step size, "
-            f"or run with diverged=drop to leave such clients out of the round"
-        )
+        who = "the server" if self.client is None else f"client {self.client}"
+        drop = "" if self.client is None else ", or run with diverged=drop to leave such clients out of the round"
+        return f"{who} diverged in round {self.round}: its {self.what} is not finite. Lower the step size{drop}"
+
+
+@contextlib.contextmanager
+def threads_of_a_turn(threads: int) -> Iterator[None]:
+    """That many threads inside, and torch's random state left as it was."""
+    before, random_state = torch.get_num_threads(), torch.get_rng_state()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        torch.set_rng_state(random_state)
+
+
+def seed_layers(seed: int, device: torch.device) -> None:
+    """Begin the stream of torch's own generator, from which dropout and the like draw."""
+    # Not torch.manual_seed, which took 147 us with a CUDA build of torch on a machine without a GPU; this 1.5 us.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 @dataclass(frozen=True)
@@ -91,15 +112,9 @@ class Turns:
         return kept
 
     def _begin(self, client: int, round: int, names: tuple[str, ...] | None = None) -> tuple[Client, dict[str, Tensor]]:
-        # Dropout and the like draw from torch's own generator.
-        seed = seed_of(self.seed, "layers", round, client)
-        # Not torch.manual_seed, which took 147 us with a CUDA build of torch on a machine without a GPU; this 1.5 us.
-        torch.default_generator.manual_seed(seed)
-        if self.model.device.type == "cuda":
-            with torch.cuda.device(self.model.device):
-                torch.cuda.manual_seed(seed)
+        seed_layers(seed_of(self.seed, "layers", round, client), self.model.device)
         turn = Client(client, round, self.model, self.dataset, self.partition, self.store, self.seed, self.augmentation)
-        received = {name: self.server[name] for name in (self.method.received() if names is None else names)}
+        received = self.method.sends(self.server, client, self.method.received() if names is None else names)
         if self._has_local and _LOCAL_BUFFERS in turn:
             for name, vector in received.items():
                 if vector.numel() == self.model.size:

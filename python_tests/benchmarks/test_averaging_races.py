@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from pfl_ext.benchmarks import averaging, machine
 from pfl_ext.benchmarks.case import Case, Contestant, Expected, Grid, Skipped, WrongResult, flatten
 from pfl_ext.benchmarks.measure import ReadBandwidth, race

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pfl_ext.benchmarks import federation, harness, many_clients, report
 from pfl_ext.benchmarks.case import WrongResult
 from pfl_ext.benchmarks.federation import Racer

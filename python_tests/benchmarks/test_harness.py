@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from pfl_ext.benchmarks import harness, report
 from pfl_ext.benchmarks.measure import ReadBandwidth
 

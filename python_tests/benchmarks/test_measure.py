@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+
 from pfl_ext.benchmarks import measure
 from pfl_ext.benchmarks.case import Case, Contestant, Expected, Spec, WrongResult
 from pfl_ext.benchmarks.measure import MIN_ROUNDS, ReadBandwidth, Result, peak_extra_bytes, race, threads

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from pfl_ext.benchmarks import averaging, report
 from pfl_ext.benchmarks.case import Case, Contestant, Expected, Spec
 from pfl_ext.benchmarks.measure import Result

@@ -1,4 +1,5 @@
 import pytest
+
 from pfl_ext.benchmarks.shapes import SHAPE_SETS, parameter_count
 
 

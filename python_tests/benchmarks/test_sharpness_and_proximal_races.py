@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pfl_ext.benchmarks import proximal, sharpness
 from pfl_ext.benchmarks.case import Grid, WrongResult
 

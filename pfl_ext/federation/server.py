@@ -1,0 +1,50 @@
+"""What a method sees of the server during its part of a round."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .model import WorkingModel
+from .streams import stream
+
+__all__ = ["Server"]
+
+
+class Server(dict[str, Tensor]):
+    """The server's vectors by their names, and what it may train with.
+
+    Most methods use it as the dictionary it is. One that trains at the server has a working model of the server's own
+    and random streams that depend on the run's seed, their name and the round alone.
+
+    Args:
+        vectors: what the server keeps, as it is before the first round.
+        module: the network; a copy of it becomes the working model when that is first asked for.
+        seed: the run's.
+
+    Attributes:
+        round: the round, from 1.
+        report: numbers that the method reports of this round, for the tables of the run.
+    """
+
+    def __init__(self, vectors: Mapping[str, Tensor], module: nn.Module, seed: int) -> None:
+        """See the class."""
+        super().__init__(vectors)
+        self.round = 0
+        self.report: dict[str, float] = {}
+        self._module, self._seed = module, seed
+        self._model: WorkingModel | None = None
+
+    @property
+    def model(self) -> WorkingModel:
+        """The server's working model. It holds whatever the last round left: load a state first."""
+        if self._model is None:
+            self._model = WorkingModel(copy.deepcopy(self._module))
+        return self._model
+
+    def stream(self, name: str) -> torch.Generator:
+        """A random stream of this round, at its beginning."""
+        return stream(self._seed, f"server/{name}", self.round)

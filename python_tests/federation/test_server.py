@@ -1,0 +1,116 @@
+"""What a method can do at the server: train with a model of its own, and send each client something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.algorithms import FedAvg
+from pfl_ext.algorithms.fedavg import average
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import Client, Diverged, Federation, Method, Server, Settings, Uploads
+
+
+@dataclass(frozen=True)
+class _Noisy(FedAvg):
+    """FedAvg whose server passes noise through its model and takes a step against what comes out."""
+
+    name = "noisy"
+
+    def server_round(self, server: Server, uploads: Uploads) -> None:
+        server["model"] = average(uploads)
+        server.model.load(server["model"])
+        noise = torch.randn(5, 4, generator=server.stream("noise"))
+        dropped = nn.functional.dropout(noise, 0.5)  # draws from torch's own generator
+        loss = server.model(dropped).square().mean()
+        gradients = torch.autograd.grad(loss, server.model.trained)
+        server["model"] = server["model"] - 0.1 * torch.cat([g.flatten() for g in gradients])
+        server.report["distance"] = float(loss)
+
+
+@dataclass(frozen=True)
+class _OfItsOwn(Method):
+    """A client receives three numbers that the server makes of one vector and of the client's number."""
+
+    name = "of-its-own"
+
+    def server_state(self, model: object) -> dict[str, Tensor]:
+        return {"seed": torch.ones(100)}
+
+    def received(self) -> tuple[str, ...]:
+        return ("own",)
+
+    def sends(self, server: Mapping[str, Tensor], client: int, names: tuple[str, ...]) -> dict[str, Tensor]:
+        assert names == ("own",)
+        return {"own": server["seed"][:3] * client}
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert received["own"].tolist() == [client.index] * 3
+        return {"own": received["own"]}
+
+    def server_round(self, server: Server, uploads: Uploads) -> None:
+        assert [x.tolist() for x in uploads["own"]] == [[k] * 3 for k in uploads.clients]
+
+    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        assert received["own"].tolist() == [client.index] * 3
+        return {}
+
+
+def test_a_server_that_trains_gives_the_same_bits_resumed_and_beside_other_random_numbers(
+    dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
+) -> None:
+    settings = Settings(rounds=3)
+    whole = Federation(_Noisy(lr=0.1), network, dataset, partition, settings)
+    whole.run()
+    Federation(_Noisy(lr=0.1), network, dataset, partition, Settings(rounds=2), folder=tmp_path).run()
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    resumed = Federation(_Noisy(lr=0.1), network, dataset, partition, settings, folder=tmp_path, resume=True)
+    resumed.run()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(resumed.server["model"], whole.server["model"])
+    reported = [record["server"]["distance"] for record in whole.records]
+    assert [record["server"]["distance"] for record in resumed.records] == reported
+    assert len(set(reported)) == 3
+
+
+def test_the_servers_streams_differ_by_round_and_name(network: nn.Module) -> None:
+    server = Server({}, network, seed=1)
+    drawn = []
+    for server.round in (1, 2):
+        drawn += [torch.rand((), generator=server.stream(name)).item() for name in ("noise", "batches")]
+    assert len(set(drawn)) == 4
+    server.round = 1
+    assert torch.rand((), generator=server.stream("noise")).item() == drawn[0]
+
+
+def test_the_servers_model_is_not_that_of_the_clients(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(FedAvg(), network, dataset, partition, Settings(rounds=1))
+    run.server.model.load(torch.zeros(run.server.model.size))
+    run.run()
+    assert not run.server.model.state().any()
+
+
+def test_what_a_server_makes_for_each_client_reaches_it_and_is_what_is_counted(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(_OfItsOwn(), network, dataset, partition, Settings(rounds=1))
+    run.run()
+    assert run.records[0]["communication"]["down_parameters"] == 3 * partition.clients
+
+
+def test_a_server_that_diverges_is_named(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
+    @dataclass(frozen=True)
+    class Broken(FedAvg):
+        def server_round(self, server: Server, uploads: Uploads) -> None:
+            server["model"] = average(uploads) / 0
+
+    with pytest.raises(Diverged, match="the server diverged in round 1: its model is not finite"):
+        Federation(Broken(), network, dataset, partition, Settings(rounds=2, diverged="drop")).run()
