@@ -41,6 +41,10 @@ class Ditto(Method):
         """v_k, from the common initial weights."""
         return {"personal": model.state()}
 
+    def trained_parameters(self, model: WorkingModel) -> int:
+        """Those of two models."""
+        return 2 * super().trained_parameters(model)
+
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the personal model, then the copy of the global one; neither sees what the other becomes."""
         client.model.load(client["personal"])

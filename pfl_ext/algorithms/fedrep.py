@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, WorkingModel, local_sgd, option
+from pfl_ext.federation import Client, Method, Uploads, WorkingModel, joined, local_sgd, option
 
 from .fedavg import average
 
@@ -36,38 +36,32 @@ class FedRep(Method):
         super().__post_init__()
         self.check("head_epochs", self.head_epochs >= 0, "not negative")
 
-    def _head(self, model: WorkingModel) -> str:
-        return self.head or model.last_layer()
+    def _head(self, model: WorkingModel) -> Tensor:
+        return model.entries(self.head or model.last_layer())
 
     def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """The representation."""
-        return {"representation": model.state()[~model.entries(self._head(model))]}
+        return {"representation": model.state()[~self._head(model)]}
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """The head, from the common initial weights."""
-        return {"head": model.state()[model.entries(self._head(model))]}
+        return {"head": model.state()[self._head(model)]}
 
     def received(self) -> tuple[str, ...]:
         """The representation."""
         return ("representation",)
 
-    def _joined(self, client: Client, received: Mapping[str, Tensor]) -> Tensor:
-        """(h_k, phi) as one state."""
-        head, state = client.model.entries(self._head(client.model)), client.model.state()
-        state[head], state[~head] = client["head"], received["representation"]
-        return state
-
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The head under the received representation, then the representation under the new head."""
-        model, name = client.model, self._head(client.model)
-        model.load(self._joined(client, received))
-        head = model.parameters_of(name)
-        representation = [p for p in model.trained if all(p is not q for q in head)]
-        client.report["head_loss"] = local_sgd(client, self, only=head, epochs=self.head_epochs, batches="head")
-        client.report["loss"] = local_sgd(client, self, only=representation)
-        entries, state = model.entries(name), model.state()
-        client["head"] = state[entries]
-        return {"representation": state[~entries]}
+        model, head = client.model, self._head(client.model)
+        model.load(joined(head, client["head"], received["representation"]))
+        client.report["head_loss"] = local_sgd(
+            client, self, only=model.parameters_in(head), epochs=self.head_epochs, batches="head"
+        )
+        client.report["loss"] = local_sgd(client, self, only=model.parameters_in(~head))
+        state = model.state()
+        client["head"] = state[head]
+        return {"representation": state[~head]}
 
     def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
         """Average the representations, weighted by samples."""
@@ -75,4 +69,4 @@ class FedRep(Method):
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The client's head on the common representation."""
-        return {"personal": self._joined(client, received)}
+        return {"personal": joined(self._head(client.model), client["head"], received["representation"])}

@@ -65,6 +65,10 @@ class SCD(Method):
         """w_p, from the common initial weights."""
         return {"personal": model.state()}
 
+    def trained_parameters(self, model: WorkingModel) -> int:
+        """Those of two models."""
+        return 2 * super().trained_parameters(model)
+
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """GMUpdate, then PMUpdate against the updated generic model."""
         client.model.load(received["model"])

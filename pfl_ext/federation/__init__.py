@@ -4,7 +4,7 @@ from .checkpoint import DamagedCheckpoint, ForeignCheckpoint
 from .client import Batch, Client, classification_loss
 from .federation import Federation, Interrupted, Settings, selected_clients
 from .method import Method, Uploads, option
-from .model import WorkingModel
+from .model import WorkingModel, joined
 from .server import Server
 from .store import ClientStore
 from .streams import seed_of, stream
@@ -27,6 +27,7 @@ __all__ = [
     "Uploads",
     "WorkingModel",
     "classification_loss",
+    "joined",
     "local_length",
     "local_sgd",
     "option",

@@ -136,7 +136,7 @@ class Federation:
         layout = WorkingModel(copy.deepcopy(module), self._buffers.local, self._buffers.server)
         self.server = Server(method.server_state(layout), module, self.settings.seed)
         self._layout = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
-        self.trained_parameters = sum(p.numel() for p in layout.trained)
+        self.trained_parameters = method.trained_parameters(layout)
         self.folder = None if folder is None else Path(folder)
         self.results = None if self.folder is None else self._open_results(self.folder, resume)
         self.store = self._make_store(Turns.kept(method, layout))

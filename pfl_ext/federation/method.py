@@ -151,6 +151,10 @@ class Method(Options, abc.ABC):
         """
         return {name: server[name] for name in names}
 
+    def trained_parameters(self, model: WorkingModel) -> int:
+        """How many parameters a client trains in a round: those of two models where it trains two."""
+        return sum(p.numel() for p in model.trained)
+
     @abc.abstractmethod
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A selected client's turn; returns what it sends."""

@@ -5,7 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WorkingModel"]
+__all__ = ["WorkingModel", "joined"]
+
+
+def joined(entries: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
+    """A state of two parts: ``chosen`` at these entries of it, ``others`` at all others.
+
+    The way back is ``state[entries]`` and ``state[~entries]``. For models of which a part stays with the client:
+
+    >>> joined(torch.tensor([False, True, True]), torch.tensor([1.0, 2.0]), torch.tensor([3.0]))
+    tensor([3., 1., 2.])
+    """
+    state = chosen.new_empty(entries.shape)
+    state[entries], state[~entries] = chosen, others
+    return state
 
 
 class WorkingModel:
@@ -81,26 +94,35 @@ class WorkingModel:
         """The name of the last module with parameters of its own: the head of most networks."""
         return self._last_parameter.rpartition(".")[0]
 
-    def entries(self, module: str) -> Tensor:
-        """Which numbers of a state are parameters and buffers of that module and of those in it.
+    def entries(self, *modules: str | type[nn.Module]) -> Tensor:
+        """Which numbers of a state are parameters and buffers of these modules and of those in them.
+
+        Args:
+            modules: modules by their names, or by their types: names say nothing of what a module is.
 
         Raises:
             ValueError: there are none, or no others.
         """
+        owners = dict(self.module.named_modules())
+        of_types = [
+            name for name, m in owners.items() if isinstance(m, tuple(t for t in modules if isinstance(t, type)))
+        ]
+        prefixes = tuple(f"{name}." for name in (*(m for m in modules if isinstance(m, str)), *of_types))
         parts = [
-            torch.full((shape.numel(),), name.startswith(f"{module}."))
+            torch.full((shape.numel(),), name.startswith(prefixes))
             for name, shape in zip(self.names, self.shapes, strict=True)
         ]
         found = torch.cat(parts).to(self.device)
         if not found.any() or found.all():
             layers = dict.fromkeys(name.rpartition(".")[0] for name in self.names)
-            raise ValueError(f"module {module!r} does not part the network in two; it has {', '.join(layers)}")
+            given = ", ".join(repr(m) if isinstance(m, str) else m.__name__ for m in modules)
+            raise ValueError(f"module {given} does not part the network in two; it has {', '.join(layers)}")
         return found
 
-    def parameters_of(self, module: str) -> list[Tensor]:
-        """The trained parameters of that module and of those in it."""
-        prefix = f"{module}."
-        return [p for name, p in self.module.named_parameters() if p.requires_grad and name.startswith(prefix)]
+    def parameters_in(self, entries: Tensor) -> list[Tensor]:
+        """The trained parameters whose numbers are among these of a state."""
+        chosen = {name for name, part in zip(self.names, self._parts(entries), strict=True) if bool(part.all())}
+        return [p for name, p in self.module.named_parameters() if p.requires_grad and name in chosen]
 
     def _parts(self, state: Tensor) -> list[Tensor]:
         """The vector's parts as views of the tensors' shapes."""

@@ -257,6 +257,13 @@ def test_communication_is_counted(dataset: Dataset, partition: Partition, networ
     assert set(alone["communication"].values()) == {0}
 
 
+def test_the_parameters_of_both_models_count_as_trained(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    size = 4 * 5 + 5 + 5 * 3 + 3
+    assert Federation(Ditto(), network, dataset, partition).trained_parameters == 2 * size
+
+
 def test_late_clients_take_no_part_before_they_join_and_are_reported_apart(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pfl_ext.federation import WorkingModel
+from pfl_ext.federation import WorkingModel, joined
 
 
 def _network() -> nn.Sequential:
@@ -98,3 +98,38 @@ def test_a_state_of_another_size_is_refused() -> None:
     model = WorkingModel(_network())
     with pytest.raises(ValueError, match=rf"\[3\] for a model of {model.size} numbers"):
         model.load(torch.zeros(3))
+
+
+class _Block(nn.Module):
+    """A block whose second batch normalisation has no name that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm1d(2)
+        self.downsample = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.bnb = nn.Linear(2, 2)
+
+
+def test_entries_of_a_type_are_parameters_and_buffers_of_all_its_modules_whatever_they_are_called() -> None:
+    model = WorkingModel(_Block())
+    found = model.entries(nn.BatchNorm1d)
+    assert torch.equal(found, model.entries("bn1", "downsample.1"))
+    assert int(found.sum()) == 2 * (2 + 2 + 2 + 2 + 1)  # weight, bias, mean, variance, counter
+    with pytest.raises(ValueError, match=r"module Conv2d does not part the network in two; it has bn1, downsample.0"):
+        model.entries(nn.Conv2d)
+
+
+def test_parameters_in_entries_are_the_trained_ones_there() -> None:
+    block = _Block()
+    block.bn1.bias.requires_grad_(False)
+    model = WorkingModel(block)
+    norms = model.entries(nn.BatchNorm1d)
+    inside, outside = model.parameters_in(norms), model.parameters_in(~norms)
+    assert [id(p) for p in inside] == [id(p) for p in (block.bn1.weight, *block.downsample[1].parameters())]
+    assert {id(p) for p in inside + outside} == {id(p) for p in model.trained}
+
+
+def test_a_state_is_joined_from_its_two_parts() -> None:
+    model = WorkingModel(_Block())
+    state, norms = torch.randn(model.size), model.entries(nn.BatchNorm1d)
+    assert torch.equal(joined(norms, state[norms], state[~norms]), state)
