@@ -134,7 +134,8 @@ class Federation:
         self._check()
         self._module = module
         layout = WorkingModel(copy.deepcopy(module), self._buffers.local, self._buffers.server)
-        self.server = Server(method.server_state(layout), module, self.settings.seed)
+        self.server = Server(method.server_state(layout), module, self.settings.seed, partition.clients)
+        method.prepare_server(self.server)
         self._layout = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
         self.trained_parameters = method.trained_parameters(layout)
         self.folder = None if folder is None else Path(folder)

@@ -131,6 +131,12 @@ class Method(Options, abc.ABC):
         """The vectors the server keeps and sends, as they are before the first round."""
         return {"model": model.state()}
 
+    def prepare_server(self, server: Server) -> None:
+        """Add to the server's vectors what depends on the number of clients or on chance, once, before all rounds.
+
+        ``server.clients`` is that number, and ``server.stream(name)`` a generator that depends on the run's seed.
+        """
+
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """The vectors a client keeps, as they are before its first turn."""
         return {}

@@ -24,15 +24,18 @@ class Server(dict[str, Tensor]):
         vectors: what the server keeps, as it is before the first round.
         module: the network; a copy of it becomes the working model when that is first asked for.
         seed: the run's.
+        clients: how many clients the federation has.
 
     Attributes:
+        clients: as given.
         round: the round, from 1.
         report: numbers that the method reports of this round, for the tables of the run.
     """
 
-    def __init__(self, vectors: Mapping[str, Tensor], module: nn.Module, seed: int) -> None:
+    def __init__(self, vectors: Mapping[str, Tensor], module: nn.Module, seed: int, clients: int = 0) -> None:
         """See the class."""
         super().__init__(vectors)
+        self.clients = clients
         self.round = 0
         self.report: dict[str, float] = {}
         self._module, self._seed = module, seed

@@ -114,3 +114,29 @@ def test_a_server_that_diverges_is_named(dataset: Dataset, partition: Partition,
 
     with pytest.raises(Diverged, match="the server diverged in round 1: its model is not finite"):
         Federation(Broken(), network, dataset, partition, Settings(rounds=2, diverged="drop")).run()
+
+
+def test_what_a_server_keeps_for_each_client_is_drawn_from_the_seed_and_resumed(
+    dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
+) -> None:
+    @dataclass(frozen=True)
+    class Counting(FedAvg):
+        def prepare_server(self, server: Server) -> None:
+            server["turns"] = torch.rand(server.clients, generator=server.stream("turns"))
+
+        def server_round(self, server: Server, uploads: Uploads) -> None:
+            server["model"] = average(uploads)
+            server["turns"][uploads.clients] += 1
+
+    settings = Settings(rounds=2, participation=0.5, seed=5)
+    whole = Federation(Counting(), network, dataset, partition, settings)
+    start = whole.server["turns"].clone()
+    whole.run()
+    assert len(start) == partition.clients and not torch.equal(start, whole.server["turns"])
+    once = Settings(rounds=1, participation=0.5, seed=5)
+    Federation(Counting(), network, dataset, partition, once, folder=tmp_path).run()
+    resumed = Federation(Counting(), network, dataset, partition, settings, folder=tmp_path, resume=True)
+    resumed.run()
+    assert torch.equal(resumed.server["turns"], whole.server["turns"])
+    other = Federation(Counting(), network, dataset, partition, Settings(seed=6))
+    assert not torch.equal(other.server["turns"], start)
