@@ -1,4 +1,4 @@
-"""The command line, also as ``python -m pfl_ext``: ``run``, ``compare``, ``data``, ``bench``, ``info``."""
+"""The command line, also as ``python -m pfl_ext``: ``run``, ``compare``, ``sweep``, ``data``, ``bench``, ``info``."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def _compare(arguments: Sequence[str]) -> int:
     return compare(arguments)
 
 
+def _sweep(arguments: Sequence[str]) -> int:
+    from .commands import sweep
+
+    return sweep(arguments)
+
+
 def _data(arguments: Sequence[str]) -> int:
     from .commands import data
 
@@ -56,6 +62,7 @@ def _data(arguments: Sequence[str]) -> int:
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (_run, "run a method on clients' data"),
     "compare": (_compare, "run several methods on identical partitions and streams; one table, one picture"),
+    "sweep": (_sweep, "a comparison for each combination of some options' values; one table"),
     "data": (_data, "cut a data set into clients: table, picture, file"),
     "bench": (_bench, "race an op family against its opponents"),
     "info": (_info, "versions, build, and which kernel serves each op on CPU and CUDA (the default)"),

@@ -1,4 +1,4 @@
-"""``pfl-ext run``, ``compare`` and ``data``: from the command line to results in a folder."""
+"""``pfl-ext run``, ``compare``, ``sweep`` and ``data``: from the command line to results in a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .algorithms import METHODS
+from .comparison import Comparison, folder_name, method_of, points, variant
 from .data import PARTITIONERS, Dataset, Partition
 from .evaluation import (
     Progress,
@@ -19,6 +20,7 @@ from .evaluation import (
     accuracy_curves,
     client_distribution,
     comparison,
+    option_curves,
     per_user,
     table,
     tensorboard,
@@ -34,7 +36,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["compare", "data", "run"]
+__all__ = ["compare", "data", "run", "sweep"]
 
 _FAILURES = (ValueError, OSError, Diverged, DamagedCheckpoint, ForeignCheckpoint, ImportError)
 
@@ -201,6 +203,8 @@ def run(arguments: Sequence[str]) -> int:
         first = [a for a in arguments[:1] if not a.startswith("-")]
         named = next((a for a in (*first, *arguments) if a in first or a in METHODS or ".py:" in a), None)
         named = named or config.get("method", {}).get("name")
+        label = named
+        named = None if named is None else method_of(named, config)
         parser = _parser(
             "run", " METHOD", "Run a method. `pfl-ext run METHOD --help` lists the method's own options too."
         )
@@ -219,12 +223,12 @@ def run(arguments: Sequence[str]) -> int:
             _add(group, option, "federation")
         _output(parser, "results/METHOD-DATA-PARTITION-seedN")
         parsed, unknown = parser.parse_known_args(list(arguments))
-        if parsed.method is not None:
+        if parsed.method is not None and parsed.method != label:
             _check_method(parsed.method)
         _refuse_unknown(parser, unknown)
-        sections = _sections(parsed, config)
-        if parsed.method is not None:
-            sections.setdefault("method", {})["name"] = parsed.method
+        sections = _sections(parsed, {name: table for name, table in config.items() if name != "sweep"})
+        if label is not None:
+            sections = variant(sections, label)
         experiment = Experiment.from_sections(sections)
         folder = parsed.output or Path("results") / _name(experiment)
         dataset, cut = experiment.make_data()
@@ -240,7 +244,12 @@ def _name(experiment: Experiment) -> str:
 
 
 def _one(
-    experiment: Experiment, dataset: Dataset, partition: Partition, folder: Path, parsed: argparse.Namespace
+    experiment: Experiment,
+    dataset: Dataset,
+    partition: Partition,
+    folder: Path,
+    parsed: argparse.Namespace,
+    label: str = "",
 ) -> Mapping[str, Any]:
     """One run of one method into one folder, with everything a results folder has."""
     observers: list[Any] = []
@@ -258,7 +267,7 @@ def _one(
     partition.save(folder / "partition.safetensors")
     rounds = experiment.settings.rounds
     with (
-        Progress(rounds, experiment.method, start=federation.round, quiet=parsed.quiet) as progress,
+        Progress(rounds, label or experiment.method, start=federation.round, quiet=parsed.quiet) as progress,
         contextlib.ExitStack() as stack,
     ):
         observers.append(lambda record: progress.update(min(record["round"], rounds), **_shown(record)))
@@ -314,102 +323,190 @@ def _print_last(experiment: Experiment, last: Mapping[str, Any], folder: Path) -
     print(f"{experiment.method} on {experiment.data}: results in {folder}")
 
 
-# ---- compare ---------------------------------------------------------------------------------------------------------
+# ---- compare and sweep -----------------------------------------------------------------------------------------------
 
 
 def compare(arguments: Sequence[str]) -> int:
     """``pfl-ext compare A B ...``: several methods on the same partitions, clients and batches."""
     with _reported("compare") as status:
-        config, partition = _configuration(arguments)
-        parser = _parser(
+        parsed, comparison_, sweep = _comparison(
             "compare",
-            " METHOD METHOD ...",
-            "Run several methods on identical partitions and random streams, and print one table.\n"
-            "A method's own options: --set ditto.lam=0.1, or a table [method.ditto] in the configuration file.",
+            arguments,
+            "Run several methods on identical partitions and random streams, and print one table.",
         )
-        parser.epilog = _METHODS_HELP
-        parser.add_argument("methods", nargs="*", metavar="METHOD", help="two or more methods")
-        group = parser.add_argument_group("options of all methods")
-        for option in method_options("fedavg").values():
-            _add(group, option, "method")
-        _add_data(parser, partition)
-        group = parser.add_argument_group("federation")
-        for option in settings_options().values():
-            _add(group, option, "federation")
-        _output(parser, "results/compare-DATA-PARTITION")
-        group = parser.add_argument_group("comparison")
-        group.add_argument(
-            "--set", action="append", default=[], metavar="METHOD.OPTION=VALUE", help="an option of one method"
-        )
-        group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
-        group.add_argument(
-            "--style", choices=("markdown", "csv", "latex"), default="markdown", help="of the printed table"
-        )
-        parsed, unknown = parser.parse_known_args(list(arguments))
-        _refuse_unknown(parser, unknown)
-        methods = parsed.methods or list(config.get("methods", []))
-        if not methods:
-            raise _Usage(f"name the methods to compare; known are {', '.join(METHODS)}")
-        for method in methods:
-            _check_method(method)
-        sections = _sections(parsed, config)
-        own = _own_options(sections.pop("method", {}), parsed.set, methods)
-        seeds = (
-            [None] if parsed.seeds is None else [Option("seeds", int, 0, "").parse(s) for s in parsed.seeds.split(",")]
-        )
-        experiments = []
-        for seed in seeds:
-            for method in methods:
-                some = {name: dict(table) for name, table in sections.items()}
-                if seed is not None:
-                    some.setdefault("federation", {})["seed"] = seed
-                some["method"] = {"name": method, **own[method]}
-                experiments.append(Experiment.from_sections(some))
-        _compare(experiments, methods, parsed)
+        if sweep:
+            raise _Usage(f"the configuration sweeps over {', '.join(sweep)}: run it with pfl-ext sweep")
+        experiments = comparison_.experiments()
+        folder = parsed.output or Path("results") / _folder("compare", experiments[0][1])
+        runs, dataset, partition = _run_all(experiments, folder, parsed)
+        rows = comparison(runs)
+        _write_tables(rows, folder, "comparison")
+        _write(folder / "users.md", _users(runs))
+        print(table(rows, style=parsed.style))
+        if not parsed.no_plots:
+            _draw(runs, folder, dataset, partition)
+        print(f"compared on {experiments[0][1].data}: results in {folder}")
     return status[0]
 
 
-def _own_options(
-    table: Mapping[str, Any], settings: Sequence[str], methods: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """For each method the options common to all, those of its own table, and those that --set names."""
-    common = {name: value for name, value in table.items() if not isinstance(value, Mapping) and name != "name"}
-    own = {method: common | dict(table.get(method, {})) for method in methods}
+def sweep(arguments: Sequence[str]) -> int:
+    """``pfl-ext sweep A B ... --vary OPTION=VALUES``: a comparison for each combination of options."""
+    with _reported("sweep") as status:
+        parsed, comparison_, vary = _comparison(
+            "sweep",
+            arguments,
+            "Run a comparison for each combination of some options' values, and print one table.\n"
+            "  pfl-ext sweep plgu-lf plgu-grep --vary method.rho=0.05,0.1,0.5\n"
+            "  pfl-ext sweep fedavg ditto --vary partition.alpha=1,0.1 --partition dirichlet",
+        )
+        if not vary:
+            raise _Usage("name what to vary: --vary method.rho=0.05,0.1, or a table [sweep] in the configuration")
+        every = points(comparison_, vary)
+        for point in every:  # all are checked before the first one runs
+            experiments = point.comparison.experiments()
+        folder = parsed.output or Path("results") / _folder("sweep", experiments[0][1])
+        rows: list[dict[str, Any]] = []
+        done: set[str] = set()
+        curves: list[tuple[Mapping[str, Any], Runs]] = []
+        for point in every:
+            # A method that has none of the options that differ is run once.
+            fresh = [label for label in point.comparison.labels if point.comparison.identity(label) not in done]
+            some = [(label, made) for label, made in point.comparison.experiments() if label in fresh]
+            if not some:
+                continue
+            runs, _, _ = _run_all(some, folder / point.folder, parsed)
+            for row in comparison(runs):
+                label = str(row["method"])
+                own = {name: value if name in point.applies[label] else None for name, value in point.values.items()}
+                rows.append({**_short(own), **row})
+                done.add(point.comparison.identity(label))
+            curves.append((point.values, runs))
+            _write_tables(rows, folder, "sweep")
+        print(table(rows, style=parsed.style))
+        if not parsed.no_plots:
+            _draw_sweep(curves, folder)
+        print(f"{len(every)} points on {experiments[0][1].data}: results in {folder}")
+    return status[0]
+
+
+def _comparison(
+    command: str, arguments: Sequence[str], description: str
+) -> tuple[argparse.Namespace, Comparison, dict[str, Sequence[Any]]]:
+    """What a command line and its configuration file compare, and what they sweep over."""
+    config, partition = _configuration(arguments)
+    parser = _parser(
+        command,
+        " METHOD METHOD ...",
+        f"{description}\n"
+        "A method's own options: --set ditto.lam=0.1, or a table [method.ditto] in the configuration file, which may\n"
+        "also list the methods, seeds, and variants of a method under names of their own (docs/methods.md).",
+    )
+    parser.epilog = _METHODS_HELP
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods, or variants that the file names")
+    group = parser.add_argument_group("options of all methods")
+    for option in method_options("fedavg").values():
+        _add(group, option, "method")
+    _add_data(parser, partition)
+    group = parser.add_argument_group("federation")
+    for option in settings_options().values():
+        _add(group, option, "federation")
+    _output(parser, f"results/{command}-DATA-PARTITION")
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "--set", action="append", default=[], metavar="METHOD.OPTION=VALUE", help="an option of one method"
+    )
+    if command == "sweep":
+        group.add_argument(
+            "--vary", action="append", default=[], metavar="SECTION.OPTION=A,B,...", help="an option and its values"
+        )
+    group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
+    group.add_argument("--style", choices=("markdown", "csv", "latex"), default="markdown", help="of the printed table")
+    parsed, unknown = parser.parse_known_args(list(arguments))
+    _refuse_unknown(parser, unknown)
+    methods = parsed.methods or list(config.get("methods", []))
+    if not methods:
+        raise _Usage(f"name the methods to compare; known are {', '.join(METHODS)}")
+    sections = _sections(parsed, config)
+    vary = {
+        name: list(values) if isinstance(values, list) else values for name, values in sections.pop("sweep", {}).items()
+    }
+    for setting in getattr(parsed, "vary", []):
+        name, equals, values = setting.partition("=")
+        if not equals:
+            raise _Usage(f"--vary {setting}: SECTION.OPTION=A,B,... is accepted, such as method.rho=0.05,0.1")
+        vary[name] = [value.strip() for value in values.split(",")]
+    _set_own(sections, parsed.set, methods)
+    for method in methods:
+        if ":" in method_of(method, sections):
+            _check_method(method_of(method, sections))  # makes that of a file known
+    seeds = config.get("seeds") if parsed.seeds is None else parsed.seeds.split(",")
+    chosen = None if seeds is None else tuple(Option("seeds", int, 0, "").parse(seed) for seed in seeds)
+    return parsed, Comparison(sections, tuple(methods), chosen), vary
+
+
+def _set_own(sections: dict[str, dict[str, Any]], settings: Sequence[str], methods: Sequence[str]) -> None:
+    """Set the options of one method that --set names."""
     for setting in settings:
         target, equals, value = setting.partition("=")
-        method, dot, name = target.partition(".")
+        method, dot, name = target.rpartition(".")
         if not (equals and dot):
             raise _Usage(f"--set {setting}: METHOD.OPTION=VALUE is accepted, such as ditto.lam=0.1")
-        if method not in own:
-            raise _Usage(f"--set {setting}: {method} is not compared{nearest(method, own)}")
-        own[method][name] = value
-    return own
+        if method not in methods:
+            raise _Usage(f"--set {setting}: {method} is not compared{nearest(method, methods)}")
+        own = sections.setdefault("method", {})
+        own[method] = {**own.get(method, {}), name: value}
 
 
-def _compare(experiments: Sequence[Experiment], methods: Sequence[str], parsed: argparse.Namespace) -> None:
-    first = experiments[0]
-    data_name = first.data.replace(":", "-").replace("/", "-")
-    folder = parsed.output or Path("results") / f"compare-{data_name}-{first.partition}"
-    runs: dict[str, list[ResultsFolder]] = {method: [] for method in methods}
+def _folder(command: str, experiment: Experiment) -> str:
+    data_name = experiment.data.replace(":", "-").replace("/", "-")
+    return f"{command}-{data_name}-{experiment.partition}"
+
+
+def _run_all(
+    experiments: Sequence[tuple[str, Experiment]], folder: Path, parsed: argparse.Namespace
+) -> tuple[dict[str, list[ResultsFolder]], Dataset, Partition]:
+    """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last."""
+    runs: dict[str, list[ResultsFolder]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
-    for experiment in experiments:
+    for label, experiment in experiments:
         seed = experiment.settings.seed
         if seed not in made:
             made = {seed: experiment.make_data()}  # one at a time: they are large
-        dataset, partition = made[seed]
-        own = folder / f"{experiment.method}-seed{seed}"
-        _one(experiment, dataset, partition, own, argparse.Namespace(**{**vars(parsed), "no_plots": True}))
-        runs[experiment.method].append(ResultsFolder.open(own))
-    rows = comparison(runs)
+        own = folder / f"{folder_name(label)}-seed{seed}"
+        _one(experiment, *made[seed], own, argparse.Namespace(**{**vars(parsed), "no_plots": True}), label)
+        runs[label].append(ResultsFolder.open(own))
+    return runs, *made[seed]
+
+
+def _write_tables(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> None:
     styles: tuple[tuple[Literal["markdown", "csv", "latex"], str], ...]
     styles = (("markdown", "md"), ("csv", "csv"), ("latex", "tex"))
     for style, suffix in styles:
-        (folder / f"comparison.{suffix}").write_text(table(rows, style=style), encoding="utf-8")
-    (folder / "users.md").write_text(_users(runs), encoding="utf-8")
-    print(table(rows, style=parsed.style))
-    if not parsed.no_plots:
-        _draw(runs, folder, dataset, partition)
-    print(f"compared on {first.data}: results in {folder}")
+        _write(folder / f"{name}.{suffix}", table(rows, style=style))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _short(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Swept options by the last part of their names, where that is enough to tell them apart."""
+    last = [name.rpartition(".")[2] for name in values]
+    return {
+        short if last.count(short) == 1 else name: value
+        for (name, value), short in zip(values.items(), last, strict=True)
+    }
+
+
+def _draw_sweep(points: Sequence[tuple[Mapping[str, Any], Runs]], folder: Path) -> None:
+    """A picture of the results over each option that has several values, if only one has."""
+    varied = [name for name in points[0][0] if len({str(values[name]) for values, _ in points}) > 1]
+    if len(varied) != 1:
+        return
+    try:
+        option_curves([(values[varied[0]], runs) for values, runs in points], folder / "sweep.png", varied[0])
+    except ImportError as error:
+        print(f"no picture: {error}", file=sys.stderr)
 
 
 def _users(runs: Mapping[str, Sequence[ResultsFolder]]) -> str:

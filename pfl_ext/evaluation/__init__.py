@@ -2,7 +2,7 @@
 
 from .events import TensorBoard, tensorboard
 from .metrics import classification_metrics
-from .plots import accuracy_curves, client_distribution
+from .plots import accuracy_curves, client_distribution, option_curves
 from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
 from .summary import best_rounds, rounds_to_converge, summarize
@@ -20,6 +20,7 @@ __all__ = [
     "classification_metrics",
     "client_distribution",
     "comparison",
+    "option_curves",
     "per_user",
     "rounds_to_converge",
     "summarize",

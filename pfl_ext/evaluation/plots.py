@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy_curves", "client_distribution"]
+__all__ = ["accuracy_curves", "client_distribution", "option_curves"]
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, without the yellow that is too pale for
 # lines. Beyond seven methods they repeat, and the markers go on to differ.
@@ -152,6 +152,56 @@ def client_distribution(runs: Runs, path: str | os.PathLike[str], metric: str = 
     axes.set_xticks([5, 25, 50, 75, 95])
     axes.set_xlabel("clients from the lowest to the highest (%); marks: means of the shaded 5 %")
     axes.set_ylabel(f"{_word(quantity)}{_unit(quantity)}")
+    _save(figure, path)
+
+
+def option_curves(
+    points: Sequence[tuple[Any, Runs]], path: str | os.PathLike[str], option: str, metric: str = "accuracy"
+) -> None:
+    """Draw the last local-test metric over the values of an option: a colour a method, a line style a model.
+
+    Bars are one standard deviation over the seeds. A method that was run at one value only is a line across.
+
+    Args:
+        points: The option's values with the runs at each, in order; they stand at equal distances.
+        path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
+        option: What to write at the axis.
+        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: no run was evaluated.
+    """
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for place, (_, runs) in enumerate(points):
+        for name, run in runs.items():
+            histories = [folder.records() for folder in folders_of(run)]
+            for model in models_of(histories):
+                curve = _curve(histories, model, "test", metric, "mean")
+                if curve:
+                    found.setdefault((name, model), {})[place] = curve[max(curve)]
+    if not found:
+        raise ValueError(f"there is no test {metric} to draw: no run at any {option} has one")
+    figure, axes = _figure()
+    labels: dict[str, Any] = {}
+    names = list(dict.fromkeys(name for name, _ in found))
+    for (name, model), values in found.items():
+        colour = _COLOURS[names.index(name) % len(_COLOURS)]
+        style: dict[str, Any] = {"color": colour, "linestyle": _LINES.get(model, (0, (1, 1.5))), "linewidth": 1.7}
+        places = sorted(values)
+        means = [float(np.mean(values[place])) for place in places]
+        if len(places) == 1 < len(points):
+            labels[f"{name}, {model}"] = axes.axhline(means[0], **style)
+            continue
+        spread = [float(np.std(values[place], ddof=1)) if len(values[place]) > 1 else 0.0 for place in places]
+        marker = _MARKERS[names.index(name) % len(_MARKERS)]
+        labels[f"{name}, {model}"] = axes.errorbar(
+            places, means, spread, marker=marker, markersize=5, capsize=3, **style
+        )
+    _legend(axes, labels)
+    axes.set_xticks(range(len(points)), [str(value) for value, _ in points])
+    axes.set_xlabel(option)
+    axes.set_ylabel(f"{_word(metric)}: mean over the clients' test sets{_unit(metric)}")
     _save(figure, path)
 
 

@@ -1,0 +1,99 @@
+"""The files in configs/: each can be read, and each scaled-down one runs, at a tiny size on data of its shape."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pfl_ext.comparison import Comparison, method_of, points
+from pfl_ext.experiment import method_options
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted(CONFIGS.rglob("*.toml"))
+SMALL = [path for path in FILES if path.stem.endswith("-small")]
+SHAPES = {"mnist": (28, 28), "fashion-mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
+TINY = {  # where a method has the option
+    "local_epochs": 1,
+    "local_steps": 1,
+    "batch_size": 4,
+    "personal_epochs": 1,
+    "head_epochs": 1,
+    "fine_tune_epochs": 1,
+    "distill_epochs": 1,
+    "temperatures": (1.0,),
+    "lambdas": (0.5,),
+}
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(CONFIGS).with_suffix(""))
+
+
+def _read(path: Path) -> tuple[Comparison, Mapping[str, Any]]:
+    config = tomllib.loads(path.read_text(encoding="utf-8"))
+    sections = {name: table for name, table in config.items() if isinstance(table, dict)}
+    sweep = sections.pop("sweep", {})
+    seeds = tuple(config["seeds"]) if "seeds" in config else None
+    return Comparison(sections, tuple(config["methods"]), seeds), sweep
+
+
+@pytest.mark.parametrize("path", FILES, ids=_id)
+def test_every_file_describes_runs_that_can_be_made(path: Path) -> None:
+    comparison, sweep = _read(path)
+    assert path.read_text(encoding="utf-8").startswith("#"), "a comment on top says what of it is the paper's"
+    for point in points(comparison, sweep):
+        assert point.comparison.experiments()
+
+
+@pytest.mark.parametrize("path", FILES, ids=_id)
+def test_every_paper_scale_file_has_a_scaled_down_twin(path: Path) -> None:
+    twin = path.with_name(path.stem.removesuffix("-small") + ".toml")
+    assert path.with_name(f"{twin.stem}-small.toml").exists() and twin.exists()
+
+
+def _made_up(shape: tuple[int, ...], path: Path) -> str:
+    """A file of ten classes with 16 training and 6 test images each."""
+    random = np.random.default_rng(0)
+    arrays = {}
+    for part, each in (("train", 16), ("test", 6)):
+        arrays[f"x_{part}"] = random.integers(0, 256, (10 * each, *shape), dtype=np.uint8)
+        arrays[f"y_{part}"] = np.tile(np.arange(10), each)
+    np.savez(path, **arrays)
+    return f"npz:{path}"
+
+
+def _tiny(comparison: Comparison, folder: Path) -> Comparison:
+    """The same methods and variants on a few samples of four clients, for one round."""
+    sections = {name: dict(table) for name, table in comparison.sections.items()}
+    for name in ("name", "auxiliary"):
+        if name in sections["data"]:
+            shape = SHAPES[sections["data"][name]]
+            sections["data"][name] = _made_up(shape, folder / f"{name}.npz")
+    sections["partition"]["clients"] = 4
+    for own in (sections["federation"], *(t for t in sections["federation"].values() if isinstance(t, dict))):
+        own.update({"rounds": 1, "workers": 1, "participation": 1.0, "new_clients": 0})
+    sections.setdefault("method", {})
+    for label in comparison.labels:
+        known = method_options(method_of(label, sections))
+        own = {name: value for name, value in TINY.items() if name in known}
+        sections["method"][label] = {**sections["method"].get(label, {}), **own}
+    return Comparison(sections, comparison.labels, (0,))
+
+
+@pytest.mark.parametrize("path", SMALL, ids=_id)
+def test_every_scaled_down_file_runs_at_a_tiny_size(path: Path, tmp_path: Path) -> None:
+    comparison, sweep = _read(path)
+    point = points(_tiny(comparison, tmp_path), {name: values[:1] for name, values in sweep.items()})[0]
+    for label, experiment in point.comparison.experiments():
+        last = experiment.make(*experiment.make_data()).run()
+        assert any("accuracy" in splits["test"] for splits in last["models"].values()), label
