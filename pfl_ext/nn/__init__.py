@@ -1,5 +1,30 @@
-"""Networks of the papers."""
+"""Networks of the papers, adapters, pretrained weights."""
 
+from .adapters import FrozenBatchNorm2d, adapter_parameters, add_adapters, freeze_backbone, head_of
 from .networks import NETWORKS, build, cnn, lenet, mlp
+from .pretrained import load_pretrained, read_weights
+from .resnet import ResNet, WideResNet, resnet18, resnet34, resnet50, wide_resnet
+from .vit import VisionTransformer, vit
 
-__all__ = ["NETWORKS", "build", "cnn", "lenet", "mlp"]
+__all__ = [
+    "NETWORKS",
+    "FrozenBatchNorm2d",
+    "ResNet",
+    "VisionTransformer",
+    "WideResNet",
+    "adapter_parameters",
+    "add_adapters",
+    "build",
+    "cnn",
+    "freeze_backbone",
+    "head_of",
+    "lenet",
+    "load_pretrained",
+    "mlp",
+    "read_weights",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "vit",
+    "wide_resnet",
+]

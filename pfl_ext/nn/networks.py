@@ -1,19 +1,32 @@
-"""The papers' small networks, each for any number of classes.
+"""The papers' networks, each for any number of classes: the small ones, and all of them by name.
 
-=========  ===========================================================  =============================================
-``mlp``    784-100-10 on MNIST, 79,510 parameters                       PersFL on MNIST
-``lenet``  conv 6 - pool - conv 16 - pool - 120 - 84, 62,006 on CIFAR   PersFL on CIFAR-10; PLGU, SCD at small scale
-``cnn``    conv 32 - pool - conv 64 - pool - 512, 582,026 on MNIST      the CNN of FedAvg's paper, as PFLlib runs it
-=========  ===========================================================  =============================================
+===============  ==========================================================  ==========================================
+``mlp``          784-100-10 on MNIST, 79,510 parameters                      PersFL on MNIST
+``lenet``        conv 6 - pool - conv 16 - pool - 120 - 84, 62,006 on CIFAR  PersFL on CIFAR-10; PLGU, SCD in small
+``cnn``          conv 32 - pool - conv 64 - pool - 512, 582,026 on MNIST     the CNN of FedAvg's paper, as PFLlib's
+``resnet18``     11,181,642 for 3 channels and 10 classes                    PerAda, SCD
+``resnet34``     21,289,802                                                  PerAda on Office-Home
+``resnet50``     23,528,522                                                  SCD on iNaturalist
+``wide-resnet``  28-10, 36,479,194                                           PLGU on CIFAR-100, TinyImageNet
+``vit``          ViT-S/16, 21,669,514 at 224 px                              PerAda under differential privacy
+===============  ==========================================================  ==========================================
+
+Every one of them takes the options of :func:`build`: weights from a file, adapters, a frozen backbone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
+
+from .adapters import add_adapters, freeze_backbone
+from .pretrained import load_pretrained
+from .resnet import resnet18, resnet34, resnet50, wide_resnet
+from .vit import vit
 
 __all__ = ["NETWORKS", "build", "cnn", "lenet", "mlp"]
 
@@ -62,12 +75,67 @@ def cnn(input_shape: Sequence[int], classes: int) -> nn.Sequential:
     return nn.Sequential(*convolutions, nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, classes))
 
 
-NETWORKS: dict[str, Callable[[Sequence[int], int], nn.Module]] = {"mlp": mlp, "lenet": lenet, "cnn": cnn}
-"""A network's name and the function of (input shape without the batch, number of classes) that builds it."""
+NETWORKS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "lenet": lenet,
+    "cnn": cnn,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "wide-resnet": wide_resnet,
+    "vit": vit,
+}
+"""A network's name and the function of (input shape without the batch, number of classes) that builds it.
+
+Keyword arguments are the network's own options, explained in ``typing.Annotated``."""
 
 
-def build(name: str, input_shape: Sequence[int], classes: int, generator: torch.Generator) -> nn.Module:
-    """The network of that name with weights drawn from ``generator``, torch's own random state left as it was."""
+def build(
+    name: str,
+    input_shape: Sequence[int],
+    classes: int,
+    generator: torch.Generator,
+    *,
+    pretrained: Annotated[
+        str | None, "weights to begin with: a safetensors or torch file, or torchvision:ResNet18_Weights.IMAGENET1K_V1"
+    ] = None,
+    pretrained_statistics: Annotated[bool, "load running statistics too (PerAda's official code: no)"] = True,
+    adapters: Annotated[bool, "put residual adapters into the blocks"] = False,
+    adapter_dropout: Annotated[float, "dropout inside the adapters"] = 0.3,
+    adapter_width: Annotated[int, "features inside the adapters of a vit"] = 64,
+    freeze: Annotated[
+        Literal["none", "backbone"],
+        "what is not trained: all but adapters, normalisation and head (PerAda), or nothing",
+    ] = "none",
+    frozen_statistics: Annotated[
+        bool, "frozen batch normalisation keeps its statistics (PerAda's official code: no)"
+    ] = True,
+    **own: Any,
+) -> nn.Module:
+    """The network of that name with weights drawn from ``generator``, torch's own random state left as it was.
+
+    Adapters are drawn last, so the network's own weights are the same with and without.
+
+    Args:
+        name: one of :data:`NETWORKS`.
+        input_shape: without the batch.
+        classes: how many.
+        generator: gives the weights.
+        pretrained, pretrained_statistics: see :func:`load_pretrained`.
+        adapters, adapter_dropout, adapter_width: see :func:`add_adapters`.
+        freeze, frozen_statistics: see :func:`freeze_backbone`.
+        own: the options of that network.
+    """
+    if freeze == "backbone" and pretrained is not None and frozen_statistics and not pretrained_statistics:
+        raise ValueError(
+            "without the pretrained statistics those of frozen batch normalisation would stay at 0 and 1: "
+            "use frozen_statistics=false with pretrained_statistics=false"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        return NETWORKS[name](input_shape, classes)
+        network = NETWORKS[name](input_shape, classes, **own)
+        if pretrained is not None:
+            load_pretrained(network, pretrained, pretrained_statistics)
+        if adapters:
+            add_adapters(network, adapter_dropout, adapter_width)
+    return freeze_backbone(network, frozen_statistics) if freeze == "backbone" else network
