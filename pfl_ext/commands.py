@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,16 @@ from .evaluation import (
     transpose,
     versions,
 )
-from .experiment import Experiment, Option, method_options, nearest, partition_options, settings_options
+from .experiment import (
+    DATA_OPTIONS,
+    Experiment,
+    Option,
+    method_options,
+    nearest,
+    network_options,
+    partition_options,
+    settings_options,
+)
 from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method
 from .nn import NETWORKS
 
@@ -70,11 +80,7 @@ def _add(group: Any, option: Option, section: str, key: str | None = None) -> No
 
 
 _DATA_OPTIONS = {
-    "data.name": Option(
-        "data", str, "digits", "digits, mnist, fashion-mnist, cifar10, cifar100, folder:PATH or npz:PATH"
-    ),
-    "data.root": Option("data_root", Path, None, "the folder with the files of mnist, cifar10, ..."),
-    "data.download": Option("download", bool, False, "let torchvision download what is not there"),
+    **{f"data.{key}": option for key, option in DATA_OPTIONS.items()},
     "partition.name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
     "partition.clients": Option("clients", int, 10, "number of clients"),
     "partition.file": Option("partition_file", Path, None, "a saved partition in place of a drawn one"),
@@ -91,6 +97,23 @@ def _add_data(parser: argparse.ArgumentParser, partition: str) -> None:
     )
     for option in partition_options(partition).values():
         _add(group, option, "partition")
+    group = parser.add_argument_group("network", "The options of every network; stem and the like where it has them.")
+    for key, (option, networks) in _network_options().items():
+        of = "" if len(networks) == len(NETWORKS) else f"; {', '.join(networks)}"
+        named = dataclasses.replace(option, name=f"network_{key}", help=option.help + of)
+        _add(group, named, "network", key)
+
+
+def _network_options() -> dict[str, tuple[Option, list[str]]]:
+    """The options of all networks, and which have each. A network named later in a file may have any of them."""
+    found: dict[str, tuple[Option, list[str]]] = {}
+    for network in NETWORKS:
+        for key, option in network_options(network).items():
+            first, networks = found.setdefault(key, (option, []))
+            networks.append(network)
+            if first.default != option.default:
+                found[key] = (dataclasses.replace(first, default=None), networks)
+    return found
 
 
 def _parser(command: str, operands: str, description: str) -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,16 @@ from .algorithms import METHODS
 from .data import PARTITIONERS, Dataset, Partition, load
 from .federation import Federation, Method, Settings, stream
 
-__all__ = ["Experiment", "Option", "method_options", "nearest", "partition_options", "settings_options"]
+__all__ = [
+    "DATA_OPTIONS",
+    "Experiment",
+    "Option",
+    "method_options",
+    "nearest",
+    "network_options",
+    "partition_options",
+    "settings_options",
+]
 
 _SECTIONS = ("data", "partition", "network", "federation", "method")
 _REQUIRED = object()
@@ -74,8 +83,11 @@ def _convert(value: Any, kind: Any) -> Any:
 
 
 def _describe(kind: Any) -> str:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return _describe(next(part for part in typing.get_args(kind) if part is not type(None)))
     if typing.get_origin(kind) is tuple:
-        return f"a list of {_describe(typing.get_args(kind)[0])}s, such as 1,5,9"
+        inner = _describe(typing.get_args(kind)[0]).removeprefix("a ").removeprefix("an ")
+        return f"a list of {inner}s, such as 1,5,9"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     return names.get(kind, str(kind))
 
@@ -106,7 +118,17 @@ def settings_options() -> dict[str, Option]:
 
 def partition_options(name: str) -> dict[str, Option]:
     """The options of a partitioner, read off its signature."""
-    function = _known("partition", name, PARTITIONERS)
+    return _of_signature(_known("partition", name, PARTITIONERS))
+
+
+def network_options(name: str) -> dict[str, Option]:
+    """The options of a network: its own, and those that all have; ``auto`` has the latter alone."""
+    own = {} if name == "auto" else _of_signature(_known("network", name, nn.NETWORKS))
+    return own | _of_signature(nn.build)
+
+
+def _of_signature(function: Callable[..., Any]) -> dict[str, Option]:
+    """An option for each keyword-only parameter, explained by its ``typing.Annotated``."""
     hints = typing.get_type_hints(function, include_extras=True)
     found = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -136,6 +158,22 @@ def _checked(section: str, given: Mapping[str, Any], known: Mapping[str, Option]
     return found
 
 
+DATA_OPTIONS = {
+    "name": Option("data", str, "digits", "digits, mnist, fashion-mnist, cifar10, cifar100, folder:PATH or npz:PATH"),
+    "root": Option("data_root", Path | None, None, "the folder with the files of mnist, cifar10, ..."),
+    "download": Option("download", bool, False, "let torchvision download what is not there"),
+    "train_samples": Option("train_samples", int, 0, "use so many training samples, drawn from the seed; 0: all"),
+    "test_samples": Option("test_samples", int, 0, "use so many of the official test samples; 0: all"),
+    "mean": Option("data_mean", tuple[float, ...] | None, None, "mean of each channel in place of the data's own"),
+    "std": Option("data_std", tuple[float, ...] | None, None, "standard deviation of each channel likewise"),
+    "auxiliary": Option(
+        "auxiliary", str | None, None, "unlabelled data of the server: a name as for data, or server: its held-out part"
+    ),
+    "auxiliary_samples": Option("auxiliary_samples", int, 0, "use so many of them, drawn from the seed; 0: all"),
+}
+"""The options of the table ``data``, each with its name on the command line."""
+
+
 @dataclass(frozen=True)
 class Experiment:
     """Everything that decides a run. Options that are not named have their defaults."""
@@ -143,13 +181,13 @@ class Experiment:
     method: str
     method_options: Mapping[str, Any] = field(default_factory=dict)
     data: str = "digits"
-    data_root: Path | None = None
-    download: bool = False
+    data_options: Mapping[str, Any] = field(default_factory=dict)
     partition: str = "ds1"
     clients: int = 10
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     partition_file: Path | None = None
     network: str = "auto"
+    network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
 
     @staticmethod
@@ -172,30 +210,20 @@ class Experiment:
         cut = str(partition.pop("name", default.partition))
         clients = Option("clients", int, default.clients, "").parse(partition.pop("clients", default.clients))
         file = partition.pop("file", None)
-        about_data = {
-            option.name: option
-            for option in (
-                Option("name", str, default.data, ""),
-                Option("root", Path | None, None, ""),
-                Option("download", bool, False, ""),
-            )
-        }
-        source = _checked("data", data, about_data)
-        net = _checked("network", network, {"name": Option("name", str, default.network, "")})
-        if net.get("name", "auto") != "auto":
-            _known("network", net["name"], nn.NETWORKS)
+        source = _checked("data", data, DATA_OPTIONS)
+        net = str(network.pop("name", default.network))
         experiment = Experiment(
-            name,
-            _checked(f"the method {name}", method, method_options(name)),
-            source.get("name", default.data),
-            source.get("root"),
-            source.get("download", False),
-            cut,
-            clients,
-            _checked(f"the partition {cut}", partition, partition_options(cut)),
-            None if file is None else Path(file),
-            net.get("name", default.network),
-            Settings(**_checked("federation", federation, settings_options())),
+            method=name,
+            method_options=_checked(f"the method {name}", method, method_options(name)),
+            data=source.pop("name", default.data),
+            data_options=source,
+            partition=cut,
+            clients=clients,
+            partition_options=_checked(f"the partition {cut}", partition, partition_options(cut)),
+            partition_file=None if file is None else Path(file),
+            network=net,
+            network_options=_checked(f"the network {net}", network, network_options(net)),
+            settings=Settings(**_checked("federation", federation, settings_options())),
         )
         if experiment.clients < 1:
             raise ValueError(f"clients is {experiment.clients}; accepted is 1 or more")
@@ -213,13 +241,12 @@ class Experiment:
             made["file"] = str(self.partition_file)
         return _without_none(
             {
-                "data": {
-                    "name": self.data,
-                    "root": None if self.data_root is None else str(self.data_root),
-                    "download": self.download,
-                },
+                "data": {"name": self.data, **_values(DATA_OPTIONS, self.data_options)},
                 "partition": {"name": self.partition, **made},
-                "network": {"name": self.network},
+                "network": {
+                    "name": self.network,
+                    **_values(network_options(self.network), self.network_options),
+                },
                 "federation": dataclasses.asdict(self.settings),
                 "method": {"name": self.method, **dataclasses.asdict(self.make_method())},
             }
@@ -233,12 +260,36 @@ class Experiment:
 
     def make_data(self) -> tuple[Dataset, Partition]:
         """The data set and its partition: that of the file, or drawn from the seed."""
-        dataset = load(self.data, self.data_root, self.download)
+        some, seed = self.data_options, self.settings.seed
+        dataset = load(self.data, some.get("root"), some.get("download", False))
+        for part, test in (("train_samples", False), ("test_samples", True)):
+            if some.get(part, 0):
+                dataset = dataset.sample(some[part], test=test, generator=stream(seed, f"data/{part}"))
+        dataset = dataset.normalised(some.get("mean"), some.get("std"))
         if self.partition_file is not None:
             return dataset, Partition.load(self.partition_file)
-        generator = stream(self.settings.seed, "partition")
+        generator = stream(seed, "partition")
         partition = PARTITIONERS[self.partition](dataset, self.clients, generator=generator, **self.partition_options)
         return dataset, partition
+
+    def make_auxiliary(self, dataset: Dataset, partition: Partition) -> Dataset | None:
+        """The unlabelled data of the server, as images of the data set's shape, normalised as these; None for none."""
+        some = self.data_options
+        if some.get("auxiliary") is None:
+            return None
+        if some["auxiliary"] == "server":
+            if not len(partition.server):
+                raise ValueError(
+                    "auxiliary is server, and the partition leaves it none: partition with server=0.1, say"
+                )
+            found = dataset.subset(partition.server)
+        else:
+            found = load(some["auxiliary"], some.get("root"), some.get("download", False))
+            found = found.subset((~found.is_test).nonzero().flatten())
+        if some.get("auxiliary_samples", 0):
+            generator = stream(self.settings.seed, "data/auxiliary_samples")
+            found = found.sample(some["auxiliary_samples"], generator=generator)
+        return found.unlabelled(like=dataset)
 
     def make_network(self, dataset: Dataset) -> Any:
         """The network with the initial weights of the seed; ``auto`` is lenet for colour images, else mlp."""
@@ -246,11 +297,19 @@ class Experiment:
         name = self.network
         if name == "auto":
             name = "lenet" if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16 else "mlp"
-        return nn.build(name, shape, len(dataset.classes), stream(self.settings.seed, "network"))
+        generator = stream(self.settings.seed, "network")
+        return nn.build(name, shape, len(dataset.classes), generator, **self.network_options)
 
     def make(self, dataset: Dataset, partition: Partition, **more: Any) -> Federation:
         """The federation, ready to run."""
+        more.setdefault("auxiliary", self.make_auxiliary(dataset, partition))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
+
+
+def _values(known: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option with its value, given or default, as JSON and TOML have it."""
+    values = {name: given.get(name, option.default) for name, option in known.items() if name != "name"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def _without_none(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -152,6 +152,58 @@ class Dataset:
             object.__setattr__(moved, "_fingerprint", self.fingerprint)
         return moved
 
+    def subset(self, indices: Tensor) -> Dataset:
+        """The same dataset with these samples alone, in this order; they are numbered anew."""
+        rows = indices.to(self.device)
+        return replace(
+            self,
+            inputs=self.inputs[rows],
+            targets=self.targets[rows],
+            is_test=self.is_test[rows],
+            domain=None if self.domain is None else self.domain[rows],
+        )
+
+    def sample(self, count: int, *, generator: torch.Generator, test: bool = False) -> Dataset:
+        """The same dataset with ``count`` of its training samples (or test samples) drawn at random, in their order."""
+        part = (self.is_test == test).nonzero().flatten().cpu()
+        if not 1 <= count <= len(part):
+            raise ValueError(f"{count} of the {len(part)} {'test' if test else 'training'} samples of {self.name!r}")
+        chosen = part[torch.randperm(len(part), generator=generator)[:count]]
+        others = (self.is_test != test).nonzero().flatten().cpu()
+        return self.subset(torch.cat([chosen, others]).sort().values)
+
+    def normalised(self, mean: Sequence[float] | None, std: Sequence[float] | None) -> Dataset:
+        """The same dataset with another mean and standard deviation of the channels; itself where both are None."""
+        if mean is None and std is None:
+            return self
+        if mean is None or std is None:
+            raise ValueError("mean and std come together: one of them is None")
+        return replace(self, mean=torch.tensor(mean, dtype=torch.float32), std=torch.tensor(std, dtype=torch.float32))
+
+    def unlabelled(self, like: Dataset) -> Dataset:
+        """These samples without their labels, in the shape of another dataset's and normalised as those.
+
+        Images are scaled to that height and width; grey ones get as many equal channels, colour ones become grey.
+        """
+        inputs, shape = self.inputs, like.input_shape
+        if self.input_shape != shape and (len(self.input_shape) != 3 or len(shape) != 3):
+            raise ValueError(f"samples of the shape {list(self.input_shape)} cannot be made images {list(shape)}")
+        if inputs.dtype != like.inputs.dtype:
+            raise ValueError(f"samples of {self.name!r} are {inputs.dtype}, those of {like.name!r} {like.inputs.dtype}")
+        if inputs.shape[1:] != shape:
+            inputs = _images_of(inputs, shape)
+        n = len(inputs)
+        return Dataset(
+            name=self.name,
+            inputs=inputs.to(like.device),
+            targets=torch.zeros(n, dtype=torch.int64, device=like.device),
+            classes=("unlabelled",),
+            is_test=torch.zeros(n, dtype=torch.bool, device=like.device),
+            mean=like.mean,
+            std=like.std,
+            dtype=like.dtype,
+        )
+
     def __len__(self) -> int:
         """The number of samples, test samples included."""
         return len(self.inputs)
@@ -262,6 +314,20 @@ def _check_numbers(label: str, numbers: Tensor, count: int, what: str) -> None:
         raise ValueError(f"{label} is {numbers.dtype} {tuple(numbers.shape)}; int64 [samples] is accepted")
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
         raise ValueError(f"{label} ranges from {int(numbers.min())} to {int(numbers.max())} for {count} {what}")
+
+
+def _images_of(inputs: Tensor, shape: Sequence[int]) -> Tensor:
+    """Images [n, channels, height, width] of another shape, in their own type."""
+    parts = []
+    for part in inputs.split(4096):  # a floating-point copy of all images would be large
+        x = part.float()
+        if x.shape[1] != shape[0]:
+            x = x.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
+        if x.shape[2:] != tuple(shape[1:]):
+            size = (shape[1], shape[2])
+            x = torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
+        parts.append(x.round().clamp(0, 255).to(torch.uint8) if inputs.dtype == torch.uint8 else x.to(inputs.dtype))
+    return torch.cat(parts)
 
 
 def _as_tensor(sample: Any) -> Tensor:

@@ -92,6 +92,11 @@ def _usable_device(settings: Settings) -> torch.device:
     return device
 
 
+def _normalisation(dataset: Dataset) -> list[list[float]] | None:
+    """Mean and standard deviation of the channels, which a dataset's fingerprint does not cover."""
+    return None if dataset.mean is None or dataset.std is None else [dataset.mean.tolist(), dataset.std.tolist()]
+
+
 class Federation:
     """A method on clients' data, round by round.
 
@@ -108,6 +113,7 @@ class Federation:
         folder: where results and checkpoints go. None keeps everything in memory and saves nothing.
         resume: go on from the newest good checkpoint in the folder, bit-identical to a run that was never stopped.
         buffers: the policy for the buffers of modules.
+        auxiliary: unlabelled data of the server, for methods that distil there. Its targets are never used.
         notify: called with each round's record.
     """
 
@@ -122,6 +128,7 @@ class Federation:
         folder: Path | str | None = None,
         resume: bool = False,
         buffers: Buffers | None = None,
+        auxiliary: Dataset | None = None,
         notify: Callable[[Record], None] | None = None,
     ) -> None:
         """See the class."""
@@ -135,6 +142,8 @@ class Federation:
         self._module = module
         layout = WorkingModel(copy.deepcopy(module), self._buffers.local, self._buffers.server)
         self.server = Server(method.server_state(layout), module, self.settings.seed, partition.clients)
+        self.server.auxiliary = None if auxiliary is None else auxiliary.to(device)
+        self.server.held_out = self.dataset.subset(partition.server) if len(partition.server) else None
         method.prepare_server(self.server)
         self._layout = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
         self.trained_parameters = method.trained_parameters(layout)
@@ -197,11 +206,13 @@ class Federation:
 
     def identity(self) -> dict[str, Any]:
         """What two runs must have in common for one to go on where the other stopped."""
-        s = self.settings
+        s, auxiliary = self.settings, self.server.auxiliary
         return {
             "method": type(self.method).__name__,
             "options": dataclasses.asdict(self.method),
             "data": self.dataset.fingerprint,
+            "normalisation": _normalisation(self.dataset),
+            "auxiliary": None if auxiliary is None else [auxiliary.fingerprint, _normalisation(auxiliary)],
             "partition": self.partition.fingerprint,
             "network": self._layout,
             "seed": s.seed,

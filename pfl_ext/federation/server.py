@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.data import Dataset
+
 from .model import WorkingModel
 from .streams import stream
 
@@ -30,6 +32,8 @@ class Server(dict[str, Tensor]):
         clients: as given.
         round: the round, from 1.
         report: numbers that the method reports of this round, for the tables of the run.
+        auxiliary: unlabelled data, None where the run has none. Its targets say nothing.
+        held_out: labelled samples that the partition leaves to the server, None where there are none.
     """
 
     def __init__(self, vectors: Mapping[str, Tensor], module: nn.Module, seed: int, clients: int = 0) -> None:
@@ -38,6 +42,8 @@ class Server(dict[str, Tensor]):
         self.clients = clients
         self.round = 0
         self.report: dict[str, float] = {}
+        self.auxiliary: Dataset | None = None
+        self.held_out: Dataset | None = None
         self._module, self._seed = module, seed
         self._model: WorkingModel | None = None
 

@@ -186,3 +186,48 @@ def test_a_torch_dataset_of_tensors_is_taken_as_it_is():
 def test_a_torch_dataset_of_different_shapes_is_refused():
     with pytest.raises(ValueError, match="sample 1 is"):
         Dataset.from_torch([(torch.zeros(2), 0), (torch.zeros(3), 1)])
+
+
+# ---- parts, other statistics, unlabelled -----------------------------------------------------------------------------
+
+
+def test_a_sample_has_so_many_training_or_test_samples_and_all_others(dataset):
+    def stream() -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+    some = dataset.sample(5, generator=stream())
+    assert int((~some.is_test).sum()) == 5 and int(some.is_test.sum()) == 6
+    assert torch.equal(some.inputs, dataset.sample(5, generator=stream()).inputs)
+    fewer = some.sample(2, test=True, generator=stream())
+    assert int((~fewer.is_test).sum()) == 5 and int(fewer.is_test.sum()) == 2
+    assert torch.equal(fewer.mean, dataset.mean) and fewer.fingerprint != dataset.fingerprint
+    with pytest.raises(ValueError, match="13 of the 12 training samples"):
+        dataset.sample(13, generator=stream())
+
+
+def test_other_statistics_of_the_channels_can_be_set(dataset):
+    other = dataset.normalised([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])
+    x, _ = other.batch([3])
+    expected = (dataset.inputs[3:4].float() - torch.tensor([1.0, 2, 3])[:, None, None]) / torch.tensor(
+        [4.0, 5, 6]
+    ).reshape(3, 1, 1)
+    torch.testing.assert_close(x, expected)
+    assert dataset.normalised(None, None) is dataset
+    with pytest.raises(ValueError, match="come together"):
+        dataset.normalised([1.0], None)
+    with pytest.raises(ValueError, match=r"\[3\] each"):
+        dataset.normalised([1.0], [1.0])
+
+
+def test_unlabelled_samples_get_the_shape_and_statistics_of_others_and_no_labels(dataset):
+    grey = Dataset.from_tensors(images(5, channels=1, seed=3).repeat(1, 1, 2, 2), torch.arange(5))
+    made = grey.unlabelled(like=dataset)
+    assert made.input_shape == dataset.input_shape and made.inputs.dtype == torch.uint8 and len(made) == 5
+    assert made.targets.tolist() == [0] * 5 and torch.equal(made.mean, dataset.mean)
+    assert torch.equal(made.inputs[:, 0], made.inputs[:, 2])
+    same = dataset.unlabelled(like=dataset)
+    assert torch.equal(same.inputs, dataset.inputs) and not same.targets.any()
+    assert dataset.unlabelled(like=grey).input_shape == (1, 8, 10)
+    points = Dataset.from_tensors(torch.rand(4, 7), torch.arange(4))
+    with pytest.raises(ValueError, match=r"shape \[7\] cannot be made images \[3, 4, 5\]"):
+        points.unlabelled(like=dataset)

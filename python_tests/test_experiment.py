@@ -1,0 +1,130 @@
+"""Options of data and network: from tables to a federation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pfl_ext import commands
+from pfl_ext.experiment import Experiment, network_options
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> str:
+    random = np.random.default_rng(0)
+    for name, side in (("main", 16), ("other", 20)):
+        arrays = {}
+        for part, count in (("train", 60), ("test", 20)):
+            arrays[f"x_{part}"] = random.integers(0, 256, (count, side, side, 3), dtype=np.uint8)
+            arrays[f"y_{part}"] = np.arange(count) % 4
+        np.savez(tmp_path / f"{name}.npz", **arrays)
+    return f"npz:{tmp_path}/main.npz"
+
+
+def _experiment(data: dict[str, Any], **more: Any) -> Experiment:
+    tables = {
+        "data": data,
+        "partition": {"name": "iid", "clients": 2},
+        "federation": {"rounds": 1},
+        "method": {"name": "fedavg"},
+    }
+    return Experiment.from_sections({**tables, **more})
+
+
+def test_network_options_reach_the_network(images: str) -> None:
+    network = {"name": "resnet18", "stem": "small", "norm": "group", "adapters": True, "freeze": "backbone"}
+    experiment = _experiment({"name": images}, network=network)
+    made = experiment.make_network(experiment.make_data()[0])
+    assert tuple(made.conv1.kernel_size) == (3, 3) and isinstance(made.bn1, torch.nn.GroupNorm)
+    assert not made.conv1.weight.requires_grad and made.fc.out_features == 4
+    again = Experiment.from_sections(experiment.sections())
+    assert again.sections() == experiment.sections()
+    assert again.sections()["network"]["freeze"] == "backbone"
+
+
+def test_options_a_network_does_not_have_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="unknown option 'stem' of the network lenet"):
+        _experiment({}, network={"name": "lenet", "stem": "small"})
+    with pytest.raises(ValueError, match="unknown network 'resnet'"):
+        _experiment({}, network={"name": "resnet"})
+    with pytest.raises(ValueError, match="stem is 'big'"):
+        _experiment({}, network={"name": "resnet18", "stem": "big"})
+    assert {"patch", "adapters"} <= network_options("vit").keys() and "patch" not in network_options("auto")
+
+
+def test_mean_std_and_samples_are_options_of_the_data(images: str) -> None:
+    experiment = _experiment(
+        {"name": images, "mean": [1.0, 2.0, 3.0], "std": [4.0, 5.0, 6.0], "train_samples": 30, "test_samples": 10}
+    )
+    dataset, partition = experiment.make_data()
+    assert dataset.mean is not None and dataset.mean.tolist() == [1, 2, 3] and len(dataset) == 40
+    partition.check(dataset)
+    with pytest.raises(ValueError, match="data_mean is 'grey'; accepted is a list of numbers"):
+        _experiment({"name": images, "mean": "grey"})
+
+
+def test_auxiliary_data_are_training_images_of_another_set_in_this_ones_shape(images: str) -> None:
+    other = images.replace("main", "other")
+    experiment = _experiment(
+        {"name": images, "auxiliary": other, "auxiliary_samples": 25, "mean": "1,2,3", "std": [9] * 3}
+    )
+    dataset, partition = experiment.make_data()
+    auxiliary = experiment.make_auxiliary(dataset, partition)
+    assert auxiliary is not None and len(auxiliary) == 25 and auxiliary.input_shape == (3, 16, 16)
+    assert torch.equal(auxiliary.mean, dataset.mean) and not auxiliary.targets.any()  # type: ignore[arg-type]
+    federation = experiment.make(dataset, partition)
+    assert federation.server.auxiliary is not None
+    plain = _experiment({"name": images, "mean": "1,2,3", "std": [9] * 3}).make(dataset, partition)
+    assert plain.server.auxiliary is None and plain.identity() != federation.identity()
+
+
+def test_the_servers_own_held_out_samples_can_be_the_auxiliary_data(images: str) -> None:
+    tables = {"name": images, "auxiliary": "server"}
+    held = _experiment(tables, partition={"name": "dirichlet", "clients": 2, "server": 0.2})
+    dataset, partition = held.make_data()
+    auxiliary = held.make_auxiliary(dataset, partition)
+    assert auxiliary is not None and torch.equal(auxiliary.inputs, dataset.inputs[partition.server])
+    assert held.make(dataset, partition).server.held_out is not None
+    none = _experiment(tables)
+    with pytest.raises(ValueError, match="the partition leaves it none"):
+        none.make_auxiliary(*none.make_data())
+
+
+def test_another_normalisation_is_another_run(images: str) -> None:
+    first, second = (_experiment({"name": images, "mean": [m] * 3, "std": [1.0] * 3}).make_data() for m in (0.0, 1.0))
+    make = _experiment({"name": images}).make
+    assert make(*first).identity() != make(*second).identity()
+
+
+def test_the_command_line_has_the_options_of_networks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.run(["fedavg", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--network-adapters, --no-network-adapters" in text and "--network-pretrained NETWORK_PRETRAINED" in text
+    assert "--network-stem {imagenet,small}" in text and "--auxiliary AUXILIARY" in text and "--data-mean" in text
+
+
+def test_network_options_of_the_command_line_reach_the_run(images: str, tmp_path: Path) -> None:
+    arguments = [
+        "fedavg",
+        "--data",
+        images,
+        "--partition",
+        "iid",
+        "--clients",
+        "2",
+        "--rounds",
+        "1",
+        "--network",
+        "vit",
+    ]
+    more = ["--network-depth", "1", "--network-width", "12", "--network-patch", "8", "--network-adapters", "--quiet"]
+    assert commands.run([*arguments, *more, "--no-plots", "--output", str(tmp_path / "run")]) == 0
+    import json
+
+    network = json.loads((tmp_path / "run" / "config.json").read_text())["network"]
+    assert network["depth"] == 1 and network["adapters"] is True and network["heads"] == 6
