@@ -253,7 +253,8 @@ class Federation:
             raise ValueError(f"the saved run has {state['round']} rounds; {self.settings.rounds} are asked for")
         self.store.restore({name[8:]: tensor for name, tensor in tensors.items() if name.startswith("clients/")})
         for name in self.server:
-            self.server[name] = tensors[f"server/{name}"].to(self.server[name].device)
+            # A copy: what was read from a file may begin at an odd address, where a matrix product rounds differently.
+            self.server[name] = tensors[f"server/{name}"].to(self.server[name].device, copy=True)
         self.round, self.personalized = state["round"], state["personalized"]
         self.records, self.reports = state["records"], state["reports"]
         if self.personalized and self.round < self.settings.rounds:
