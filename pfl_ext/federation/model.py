@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple, TypeAlias
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WorkingModel", "joined"]
+from pfl_ext.ops import layer_groups
+
+__all__ = ["Each", "Layers", "WorkingModel", "joined"]
+
+Each: TypeAlias = Literal["module", "tensor"]
+"""What a layer is: a module's own parameters and buffers, weight and bias together, or a single parameter."""
+
+
+class Layers(NamedTuple):
+    """A network's layers, numbered in its order."""
+
+    names: list[str]
+    groups: list[int]
+    """The layer of each trained parameter."""
+    entries: Tensor
+    """The layer of each number of a state; -1 for what is in none: modules that have nothing to train."""
 
 
 def joined(entries: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
@@ -119,6 +136,26 @@ class WorkingModel:
             raise ValueError(f"module {given} does not part the network in two; it has {', '.join(layers)}")
         return found
 
+    def layers(self, each: Each = "module") -> Layers:
+        """The layers that have something to train."""
+        trained = [name for name in self.names if name in self._trained_names]
+        groups = layer_groups(trained) if each == "module" else list(range(len(trained)))
+        label = {name: name.rpartition(".")[0] if each == "module" else name for name in self.names}
+        number = {label[name]: group for name, group in zip(trained, groups, strict=True)}
+        parts = [
+            torch.full((shape.numel(),), number.get(label[name], -1))
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        return Layers(list(number), groups, torch.cat(parts).to(self.device))
+
+    def trained_entries(self) -> Tensor:
+        """Which numbers of a state are trained parameters."""
+        parts = [
+            torch.full((shape.numel(),), name in self._trained_names)
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        return torch.cat(parts).to(self.device)
+
     def parameters_in(self, entries: Tensor) -> list[Tensor]:
         """The trained parameters whose numbers are among these of a state."""
         chosen = {name for name, part in zip(self.names, self._parts(entries), strict=True) if bool(part.all())}
@@ -146,6 +183,18 @@ class WorkingModel:
             if not tensor.is_floating_point() and tensor.numel() and int(tensor.abs().max()) > exact:
                 raise OverflowError(f"{name} holds {int(tensor.abs().max())}; {self.dtype} is exact up to {exact}")
         return torch.cat([tensor.reshape(-1).to(self.dtype) for tensor in tensors])
+
+    def copies(self) -> list[Tensor]:
+        """Copies of parameters and buffers, for :meth:`exchange`."""
+        return [tensor.detach().clone() for tensor in self._tensors()]
+
+    def exchange(self, others: list[Tensor]) -> None:
+        """Swap parameters and buffers with ``others``, as :meth:`copies` gives them, without copying a number.
+
+        For methods that train two models in turns, a step of each.
+        """
+        for i, tensor in enumerate(self._tensors()):
+            tensor.data, others[i] = others[i], tensor.data
 
     def tensors(self, state: Tensor) -> list[Tensor]:
         """The parts of ``state`` that belong to the trained parameters, laid out in memory as these are."""

@@ -133,3 +133,35 @@ def test_a_state_is_joined_from_its_two_parts() -> None:
     model = WorkingModel(_Block())
     state, norms = torch.randn(model.size), model.entries(nn.BatchNorm1d)
     assert torch.equal(joined(norms, state[norms], state[~norms]), state)
+
+
+def test_a_layer_is_a_module_with_its_buffers_or_a_tensor() -> None:
+    network = _network()
+    network[3].weight.requires_grad_(False)
+    model = WorkingModel(network)
+    layers = model.layers()
+    assert layers.names == ["0", "1", "3"] and layers.groups == [0, 0, 1, 1, 2]
+    sizes = [shape.numel() for shape in model.shapes]
+    owners = dict(zip(model.names, (int(part.unique()) for part in layers.entries.split(sizes)), strict=True))
+    assert owners["0.weight"] == owners["0.bias"] == 0
+    assert owners["1.weight"] == owners["1.running_var"] == owners["1.num_batches_tracked"] == 1
+    tensors = model.layers("tensor")
+    assert tensors.names == ["0.weight", "0.bias", "1.weight", "1.bias", "3.bias"]
+    assert tensors.groups == list(range(5))
+    parts = tensors.entries.split(sizes)
+    assert [int(part.unique()) for part in parts] == [0, 1, 2, 3, -1, 4, -1, -1, -1]
+    assert int(model.trained_entries().sum()) == sum(p.numel() for p in model.trained)
+
+
+def test_two_models_change_places_without_a_copy() -> None:
+    model = WorkingModel(_network())
+    first = model.state()
+    other = model.copies()
+    model.load(first + 1)
+    second, memory = model.state(), [p.data_ptr() for p in model.trained]
+    model.exchange(other)
+    assert torch.equal(model.state(), first)
+    assert [p.data_ptr() for p in model.trained] != memory
+    assert model.module[0].weight.is_contiguous(memory_format=torch.channels_last)
+    model.exchange(other)
+    assert torch.equal(model.state(), second) and [p.data_ptr() for p in model.trained] == memory
