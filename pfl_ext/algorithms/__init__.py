@@ -11,9 +11,28 @@ from .fedprox import FedProx
 from .fedrep import FedRep
 from .fedsam import FedSAM
 from .persfl import PersFL
+from .pfedhn import PFedHN
+from .plgu_ghn import PLGUGHN
+from .plgu_grep import PLGUGRep
+from .plgu_lf import PLGULF
 from .scd import SCD
 
-__all__ = ["METHODS", "SCD", "Ditto", "FedAvg", "FedAvgFT", "FedProx", "FedRep", "FedSAM", "PersFL", "Standalone"]
+__all__ = [
+    "METHODS",
+    "PLGUGHN",
+    "PLGULF",
+    "SCD",
+    "Ditto",
+    "FedAvg",
+    "FedAvgFT",
+    "FedProx",
+    "FedRep",
+    "FedSAM",
+    "PFedHN",
+    "PLGUGRep",
+    "PersFL",
+    "Standalone",
+]
 
 
 def _found() -> dict[str, type[Method]]:

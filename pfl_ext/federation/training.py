@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from pfl_ext.ops import lwsam_perturb_, proximal_sgd_step_, restore_
 from .client import Batch, Client, classification_loss
 from .method import Method
 
-__all__ = ["local_length", "local_sgd"]
+__all__ = ["Perturb", "local_length", "local_sgd"]
+
+Perturb: TypeAlias = Callable[[list[Tensor], list[Tensor], Tensor | None], Tensor]
+"""Moves parameters by their gradients; takes the backup of an earlier step, if any, and returns this step's."""
 
 
 class Length(TypedDict, total=False):
@@ -45,6 +48,7 @@ def local_sgd(
     batches: str = "batches",
     only: Sequence[Tensor] | None = None,
     rho: float = 0.0,
+    perturb: Perturb | None = None,
 ) -> float:
     r"""SGD on the client's loss L, plus :math:`\frac{\lambda}{2}\|v - w\|^2` where there is an anchor w.
 
@@ -64,6 +68,7 @@ def local_sgd(
         batches: the stream that orders the batches.
         only: the parameters to train in place of all; needs no anchor.
         rho: :math:`\rho`; 0 is plain SGD.
+        perturb: what moves v before the second gradient, in place of SAM's step of the radius ``rho``.
 
     Returns:
         The mean of L(v) over the steps, NaN without any.
@@ -79,8 +84,11 @@ def local_sgd(
     for batch in client.batches(method.batch_size, name=batches, **length):
         objective = loss(model(batch.inputs), batch)
         gradients = list(torch.autograd.grad(objective, params, materialize_grads=True))
-        if rho != 0:
-            backup = lwsam_perturb_(params, gradients, rho=rho, backup=backup)
+        if rho != 0 or perturb is not None:
+            if perturb is None:
+                backup = lwsam_perturb_(params, gradients, rho=rho, backup=backup)
+            else:
+                backup = perturb(params, gradients, backup)
             worst = loss(model(batch.inputs), batch)
             gradients = list(torch.autograd.grad(worst, params, materialize_grads=True))
             restore_(params, backup)

@@ -1,6 +1,7 @@
 """Networks of the papers, adapters, pretrained weights."""
 
 from .adapters import FrozenBatchNorm2d, adapter_parameters, add_adapters, freeze_backbone, head_of
+from .hypernetwork import HyperNetwork
 from .networks import NETWORKS, build, cnn, lenet, mlp
 from .pretrained import load_pretrained, read_weights
 from .resnet import ResNet, WideResNet, resnet18, resnet34, resnet50, wide_resnet
@@ -9,6 +10,7 @@ from .vit import VisionTransformer, vit
 __all__ = [
     "NETWORKS",
     "FrozenBatchNorm2d",
+    "HyperNetwork",
     "ResNet",
     "VisionTransformer",
     "WideResNet",

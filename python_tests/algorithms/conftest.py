@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Buffers, Client, ClientStore, Method, WorkingModel
+from pfl_ext.federation import Buffers, Client, ClientStore, Method, Server, WorkingModel
 from pfl_ext.federation.turns import Plan, Turns
 
 
@@ -46,7 +46,8 @@ def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Callable
         model = WorkingModel(copy.deepcopy(network))
         store = ClientStore(3, method.client_state(model))
         module = copy.deepcopy(network)
-        server = method.server_state(model)
+        server = Server(method.server_state(model), module, 7, partition.clients)
+        method.prepare_server(server)
         turns = Turns(Plan(method, module, dataset, partition, store, server, 7, Buffers(), "none"))
         return turns, Client(client, round, turns.model, dataset, partition, store, 7)
 

@@ -1,0 +1,332 @@
+"""PLGU-LF, PLGU-GRep and PLGU-GHN: by hand in float64, and what they become at the ends of their options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pfl_ext import _native
+from pfl_ext.algorithms import METHODS, PLGUGHN, PLGULF, FedRep, FedSAM, PFedHN, PLGUGRep, Standalone
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import Client, Federation, Settings
+from pfl_ext.federation.model import WorkingModel
+from pfl_ext.ops._declare import Op
+
+Turn = Callable[..., tuple[Any, Client]]
+LR, RHO = 0.1, 0.3
+SIZES = (25, 18)  # of the two layers: 4 x 5 + 5 and 5 x 3 + 3
+
+
+def _gradient(client: Client, state: Tensor, batch: Any) -> Tensor:
+    client.model.load(state)
+    loss = F.cross_entropy(client.model.module(batch.inputs), batch.targets)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(client.model.module.parameters()))])
+
+
+def _scores(a: Tensor, b: Tensor, sizes: tuple[int, ...] = SIZES) -> Tensor:
+    """Equation (6), a score for each number."""
+    raw = torch.stack([d.norm() / len(d) for d in (a - b).split(sizes)])
+    xi = raw / raw.sum() if raw.sum() > 0 else torch.full_like(raw, 1 / len(sizes))
+    return torch.cat([x.expand(n) for x, n in zip(xi, sizes, strict=True)])
+
+
+def _start(turns: Any) -> tuple[Tensor, Tensor]:
+    """A global and a personal model; the personal one's second layer is the farther from it."""
+    w = turns.server["model"]
+    noise = torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=w.dtype)
+    return w, w + torch.cat([0.1 * noise[: SIZES[0]], 0.5 * noise[SIZES[0] :]])
+
+
+# ---- PLGU-LF ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ascent", ["personal", "global"])
+def test_lf_takes_the_steps_of_algorithm_1(turn: Turn, ascent: str) -> None:
+    turns, client = turn(PLGULF(lr=LR, batch_size=4, rho=RHO, personal_layers=1, ascent=ascent))
+    w, kept = _start(turns)
+    client["personal"] = kept
+    xi = _scores(kept, w)
+    assert xi[-1] > xi[0]
+    theta, w_k = torch.cat([w[: SIZES[0]], kept[SIZES[0] :]]), w.clone()
+    for batch in client.batches(4):
+        g = _gradient(client, theta, batch)
+        theta = theta - LR * g
+        if ascent == "global":
+            g = _gradient(client, w_k, batch)
+        w_k = w_k - LR * _gradient(client, w_k + RHO * xi * g / g.norm(), batch)
+    sent = turns.method.client_round(client, {"model": w})
+    torch.testing.assert_close(sent["model"], w_k, rtol=0, atol=1e-14)
+    torch.testing.assert_close(client["personal"], theta, rtol=0, atol=1e-14)
+
+
+def test_momentum_is_kept_apart_for_both_models(turn: Turn) -> None:
+    turns, client = turn(PLGULF(lr=LR, batch_size=4, rho=RHO, personal_layers=1, momentum=0.5))
+    w, kept = _start(turns)
+    client["personal"] = kept
+    xi = _scores(kept, w)
+    theta, w_k = torch.cat([w[: SIZES[0]], kept[SIZES[0] :]]), w.clone()
+    moved, moved_w = torch.zeros_like(w), torch.zeros_like(w)
+    for batch in client.batches(4):
+        g = _gradient(client, theta, batch)
+        moved = 0.5 * moved + g
+        theta = theta - LR * moved
+        moved_w = 0.5 * moved_w + _gradient(client, w_k + RHO * xi * g / g.norm(), batch)
+        w_k = w_k - LR * moved_w
+    sent = turns.method.client_round(client, {"model": w})
+    torch.testing.assert_close(sent["model"], w_k, rtol=0, atol=1e-14)
+    torch.testing.assert_close(client["personal"], theta, rtol=0, atol=1e-14)
+
+
+def test_the_layers_with_the_largest_scores_stay_and_the_others_are_replaced_to_the_bit(turn: Turn) -> None:
+    turns, client = turn(PLGULF(personal_layers=1, local_epochs=0))
+    w, kept = _start(turns)
+    client["personal"] = kept
+    sent = turns.method.client_round(client, {"model": w})
+    assert torch.equal(client["personal"], torch.cat([w[: SIZES[0]], kept[SIZES[0] :]]))
+    assert torch.equal(sent["model"], w)
+
+
+def test_a_tensor_can_be_a_layer(turn: Turn) -> None:
+    turns, client = turn(PLGULF(personal_layers=1, local_epochs=0, layers="tensor"))
+    w = turns.server["model"]
+    kept = w + 0.01
+    kept[20:25] += 1  # the first bias
+    client["personal"] = kept
+    turns.method.client_round(client, {"model": w})
+    expected = w.clone()
+    expected[20:25] = kept[20:25]
+    assert torch.equal(client["personal"], expected)
+
+
+@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"full_radius": True}, RHO)])
+def test_the_first_turn_begins_with_equal_scores_and_its_first_step_is_sams(
+    turn: Turn, options: dict[str, Any], radius: float
+) -> None:
+    turns, client = turn(PLGULF(lr=LR, batch_size=4, local_steps=1, rho=RHO, **options))
+    plain, other = turn(FedSAM(lr=LR, batch_size=4, local_steps=1, rho=radius))
+    w = {"model": turns.server["model"]}
+    assert "personal" not in client
+    sent, expected = turns.method.client_round(client, w)["model"], plain.method.client_round(other, w)["model"]
+    # rho * xi / ||g|| and radius / ||g|| are rounded in another order: a few units in the last place of epsilon.
+    torch.testing.assert_close(sent, expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"full_radius": True}, RHO)])
+def test_without_personal_layers_it_is_fedsam_to_the_bit(
+    options: dict[str, Any], radius: float, dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    common: dict[str, Any] = {"lr": LR, "batch_size": 3, "local_epochs": 2, "momentum": 0.5, "weight_decay": 0.01}
+    settings = Settings(rounds=3, participation=0.7)
+    ours = Federation(
+        PLGULF(**common, rho=RHO, personal_layers=0, **options), network, dataset, partition, settings
+    )  # fmt: skip
+    theirs = Federation(FedSAM(**common, rho=radius), network, dataset, partition, settings)
+    ours.run()
+    theirs.run()
+    assert torch.equal(ours.server["model"], theirs.server["model"])
+    assert ours.store.names == [] and set(ours.records[-1]["models"]) == {"global"}
+    assert ours.trained_parameters == theirs.trained_parameters
+
+
+def test_with_all_layers_personal_clients_have_models_of_their_own_to_the_bit(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    common: dict[str, Any] = {"lr": LR, "batch_size": 3, "momentum": 0.5}
+    ours = Federation(PLGULF(**common, rho=RHO, personal_layers=2), network, dataset, partition, Settings(rounds=3))
+    alone = Federation(Standalone(**common), network, dataset, partition, Settings(rounds=3))
+    ours.run()
+    alone.run()
+    for k in range(partition.clients):
+        assert torch.equal(ours.store.read(k, "personal"), alone.store.read(k, "personal"))
+
+
+@pytest.mark.parametrize("full_radius", [False, True])
+def test_equal_scores_are_sam(full_radius: bool) -> None:
+    method = PLGULF(rho=RHO, full_radius=full_radius)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (7, 3, 5)]
+    gradients = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (7, 3, 5)]
+    moved = {}
+    for name, scores in (("given", torch.full((2,), 0.5, dtype=torch.float64)), ("none", None)):
+        moved[name] = [x.clone() for x in start]
+        method.perturb(moved[name], gradients, [0, 0, 1], scores, None)
+    norm = torch.cat(gradients).norm()
+    for given, none, x, g in zip(moved["given"], moved["none"], start, gradients, strict=True):
+        sam = x + (RHO if full_radius else RHO / 2) * g / norm
+        torch.testing.assert_close(given, sam, rtol=0, atol=1e-15)
+        torch.testing.assert_close(none, sam, rtol=0, atol=1e-15)
+
+
+def test_the_perturbation_follows_norm_exponent_and_ball(turn: Turn) -> None:
+    turns, client = turn(PLGULF(personal_layers=1))
+    w, kept = _start(turns)
+    (batch,) = client.batches(4, steps=1)
+    g, xi = _gradient(client, kept, batch), _scores(kept, w)
+    norms = torch.cat([part.norm().expand(n) for part, n in zip(g.split(SIZES), SIZES, strict=True)])
+    expected = {
+        (): g / g.norm(),
+        (("norm", "layer"),): g / norms,
+        (("literal_exponent", True),): g / g.norm() ** 2,
+        (("p", float("inf")),): g.sign(),
+    }
+    for options, direction in expected.items():
+        method = PLGULF(lr=LR, batch_size=4, local_steps=1, rho=RHO, personal_layers=2, **dict(options))
+        client["personal"] = kept
+        sent = method.client_round(client, {"model": w})
+        at = w + RHO * xi * direction
+        torch.testing.assert_close(sent["model"], w - LR * _gradient(client, at, batch), rtol=0, atol=1e-14)
+
+
+def test_a_client_that_never_took_part_has_the_global_model(turn: Turn) -> None:
+    turns, client = turn(PLGULF())
+    found = turns.method.evaluated(client, {"model": turns.server["model"]})
+    assert torch.equal(found["personal"], found["global"])
+
+
+def test_running_statistics_of_both_models_are_their_own(dataset: Dataset, partition: Partition) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+    ours = Federation(PLGULF(lr=LR, personal_layers=3), network, dataset, partition, Settings(rounds=2))
+    alone = Federation(Standalone(lr=LR), network, dataset, partition, Settings(rounds=2))
+    ours.run()
+    alone.run()
+    for k in range(partition.clients):
+        assert torch.equal(ours.store.read(k, "personal"), alone.store.read(k, "personal"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"personal_layers": 3}, "personal_layers is 3; accepted is a value up to 2, the layers of this network"),
+        ({"personal_layers": -1}, "personal_layers is -1; accepted is a value not negative"),
+        ({"rho": -0.1}, "rho is -0.1; accepted is a value not negative"),
+        ({"p": 0.5}, r"p is 0.5; accepted is a value of at least 1, infinity \(inf\) included"),
+        ({"p": 1.0, "literal_exponent": True}, "literal_exponent is True; accepted is a value false where p is 1"),
+        ({"layers": "block"}, "layers is 'block'; accepted is a value one of module, tensor"),
+    ],
+)
+def test_what_lf_cannot_do_is_refused(turn: Turn, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turn(PLGULF(**options))
+
+
+@pytest.mark.parametrize(("layers", "count"), [(2, 1), (5, 1), (9, 2), (23, 5), (41, 9)])
+def test_the_papers_five_of_23_layers_are_taken_in_proportion(layers: int, count: int) -> None:
+    model = WorkingModel(nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers))))
+    assert PLGULF()._count(model) == count
+
+
+# ---- PLGU-GRep -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_grep_takes_the_steps_of_equations_9_to_13(turn: Turn, steps: int) -> None:
+    # The head is the first layer, so that the representation has the two tensors of the other and scores matter.
+    method = PLGUGRep(lr=LR, batch_size=4, head_epochs=2, rho=RHO, head="0", local_steps=steps, layers="tensor")
+    turns, client = turn(method)
+    head = client.model.entries("0")
+    sizes = (15, 3)
+    phi = turns.server["representation"] + 0.1
+    client["head"] = client["head"] - 0.2
+    v = client.model.state()
+    v[head], v[~head] = client["head"], phi
+    for batch in client.batches(4, epochs=2, name="head"):
+        v = v - LR * torch.where(head, _gradient(client, v, batch), 0.0)  # (9)
+    for batch in client.batches(4, steps=1) if steps else client.batches(4):
+        v = v - LR * torch.where(head, 0.0, _gradient(client, v, batch))  # (11)
+        g = torch.where(head, 0.0, _gradient(client, v, batch))
+        epsilon = torch.zeros_like(v)
+        epsilon[~head] = RHO * _scores(v[~head], phi, sizes) * g[~head] / g.norm()  # (10), (12)
+        v = v - LR * torch.where(head, 0.0, _gradient(client, v + epsilon, batch))  # (13)
+    sent = method.client_round(client, {"representation": phi})
+    torch.testing.assert_close(client["head"], v[head], rtol=0, atol=1e-14)
+    torch.testing.assert_close(sent["representation"], v[~head], rtol=0, atol=1e-14)
+
+
+def test_greps_head_is_that_of_fedrep_to_the_bit(turn: Turn) -> None:
+    heads = []
+    for method in (PLGUGRep(lr=LR, batch_size=4, rho=RHO), FedRep(lr=LR, batch_size=4)):
+        turns, client = turn(method)
+        before = turns.server["representation"].clone()
+        sent = method.client_round(client, {"representation": turns.server["representation"]})
+        heads.append(client["head"])
+        assert not torch.equal(sent["representation"], before)
+    assert torch.equal(*heads)
+
+
+# ---- PLGU-GHN --------------------------------------------------------------------------------------------------------
+
+
+def test_ghn_scores_layers_by_their_distance_from_what_was_sent(turn: Turn) -> None:
+    turns, client = turn(PLGUGHN(lr=LR, batch_size=4, rho=RHO))
+    sent_down = turns.method.sends(turns.server, 0, ("model",))["model"]
+    v = sent_down.clone()
+    for batch in client.batches(4):
+        g = _gradient(client, v, batch)
+        v = v - LR * _gradient(client, v + RHO * _scores(v, sent_down) * g / g.norm(), batch)
+    sent = turns.method.client_round(client, {"model": sent_down})
+    torch.testing.assert_close(sent["difference"], sent_down - v, rtol=0, atol=1e-14)
+
+
+def test_ghn_of_radius_zero_is_pfedhn_to_the_bit(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
+    runs = []
+    for method in (PLGUGHN(lr=LR, batch_size=4, rho=0.0), PFedHN(lr=LR, batch_size=4)):
+        run = Federation(method, network, dataset, partition, Settings(rounds=2))
+        run.run()
+        runs.append(run.server)
+    assert runs[0].keys() == runs[1].keys()
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plgu-lf", "plgu-grep", "plgu-ghn"])
+def test_the_perturbation_is_not_dead(turn: Turn, name: str) -> None:
+    sent = []
+    for rho in (0.0, RHO):
+        method = METHODS[name](lr=LR, batch_size=4, rho=rho)
+        turns, client = turn(method)
+        sent.append(method.client_round(client, method.sends(turns.server, 0, method.received())))
+    for key in sent[0]:
+        assert (sent[0][key] - sent[1][key]).abs().max() > 1e-5
+
+
+@pytest.mark.skipif(not _native.status()["cpu"].loaded, reason="the native library is not loaded")
+@pytest.mark.parametrize("name", ["plgu-lf", "plgu-grep", "plgu-ghn"])
+def test_plain_torch_gives_what_the_native_ops_give(turn: Turn, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr(Op, "__call__", lambda op, *arguments: op.reference(*arguments))
+        method = METHODS[name](lr=LR, batch_size=4, rho=RHO, momentum=0.5)
+        turns, client = turn(method)
+        if name == "plgu-lf":
+            client["personal"] = _start(turns)[1]
+        sent.append(method.client_round(client, method.sends(turns.server, 0, method.received())))
+    for key in sent[0]:
+        # A handful of steps on 43 numbers of size 1: each rounds a few times at 2^-53, and a step grows no error
+        # by more than 1 + lr * ||Hessian||, which is below 2 here.
+        torch.testing.assert_close(sent[0][key], sent[1][key], rtol=0, atol=64 * 43 * 2.0**-53)
+
+
+@pytest.mark.parametrize("name", ["plgu-lf", "plgu-ghn"])
+def test_workers_give_the_bits_of_one_process(
+    name: str, dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    method, settings = METHODS[name](lr=LR, batch_size=4, rho=RHO), Settings(rounds=2)
+    runs = []
+    for workers in (1, 2):
+        run = Federation(method, network, dataset, partition, dataclasses.replace(settings, workers=workers))
+        run.run()
+        runs.append(run)
+    assert all(torch.equal(runs[0].server[name], runs[1].server[name]) for name in runs[0].server)
+    for k in range(partition.clients):
+        for kept in runs[0].store.names:
+            assert torch.equal(runs[0].store.read(k, kept), runs[1].store.read(k, kept))
