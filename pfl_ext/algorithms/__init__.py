@@ -5,31 +5,53 @@ import pkgutil
 
 from pfl_ext.federation import Method
 
+from .apfl import APFL
 from .ditto import Ditto
 from .fedavg import FedAvg, FedAvgFT, Standalone
+from .fedavgm import FedAvgM
+from .fedbabu import FedBABU
+from .fedbn import FedBN
+from .feddyn import FedDyn
+from .fedgen import FedGen
+from .fedper import FedPer
 from .fedprox import FedProx
 from .fedrep import FedRep
 from .fedsam import FedSAM
+from .lg_fedavg import LGFedAvg
+from .mtl import MTL
+from .per_fedavg import PerFedAvg
 from .persfl import PersFL
 from .pfedhn import PFedHN
+from .pfedme import PFedMe
 from .plgu_ghn import PLGUGHN
 from .plgu_grep import PLGUGRep
 from .plgu_lf import PLGULF
 from .scd import SCD
 
 __all__ = [
+    "APFL",
     "METHODS",
+    "MTL",
     "PLGUGHN",
     "PLGULF",
     "SCD",
     "Ditto",
     "FedAvg",
     "FedAvgFT",
+    "FedAvgM",
+    "FedBABU",
+    "FedBN",
+    "FedDyn",
+    "FedGen",
+    "FedPer",
     "FedProx",
     "FedRep",
     "FedSAM",
+    "LGFedAvg",
     "PFedHN",
+    "PFedMe",
     "PLGUGRep",
+    "PerFedAvg",
     "PersFL",
     "Standalone",
 ]

@@ -14,9 +14,10 @@ from pfl_ext.ops import weighted_average
 __all__ = ["FedAvg", "FedAvgFT", "Standalone", "average"]
 
 
-def average(uploads: Uploads, name: str = "model") -> Tensor:
-    r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something."""
-    pieces = [weighted_average([[part] for part in parts], uploads.samples)[0] for parts in uploads.pieces(name)]
+def average(uploads: Uploads, name: str = "model", *, equally: bool = False) -> Tensor:
+    r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their plain mean."""
+    weights = [1] * len(uploads) if equally else uploads.samples
+    pieces = [weighted_average([[part] for part in parts], weights)[0] for parts in uploads.pieces(name)]
     return torch.cat(pieces)
 
 

@@ -8,7 +8,7 @@ from .model import WorkingModel, joined
 from .server import Server
 from .store import ClientStore
 from .streams import seed_of, stream
-from .training import local_length, local_sgd
+from .training import local_length, local_sgd, loss_and_gradients
 from .turns import Buffers, Diverged
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "joined",
     "local_length",
     "local_sgd",
+    "loss_and_gradients",
     "option",
     "seed_of",
     "selected_clients",

@@ -57,6 +57,7 @@ class WorkingModel:
     Attributes:
         trained: the parameters that require gradients.
         size: how many numbers a state has.
+        parameters: how many of them, the first ones, are parameters; buffers follow.
         local, server: which of them are such buffers.
     """
 
@@ -84,6 +85,7 @@ class WorkingModel:
         self.names = [name for name, _ in named]
         self.shapes = [tensor.shape for _, tensor in named]
         self.size = sum(shape.numel() for shape in self.shapes)
+        self.parameters = sum(p.numel() for p in module.parameters())
         self.trained = [p for p in module.parameters() if p.requires_grad]
         self._trained_names = {name for name, p in module.named_parameters() if p.requires_grad}
         self._last_parameter = [name for name, _ in module.named_parameters()][-1]

@@ -13,8 +13,9 @@ from pfl_ext.ops import lwsam_perturb_, proximal_sgd_step_, restore_
 
 from .client import Batch, Client, classification_loss
 from .method import Method
+from .model import WorkingModel
 
-__all__ = ["Perturb", "local_length", "local_sgd"]
+__all__ = ["Perturb", "local_length", "local_sgd", "loss_and_gradients"]
 
 Perturb: TypeAlias = Callable[[list[Tensor], list[Tensor], Tensor | None], Tensor]
 """Moves parameters by their gradients; takes the backup of an earlier step, if any, and returns this step's."""
@@ -30,6 +31,12 @@ class Length(TypedDict, total=False):
 def local_length(method: Method) -> Length:
     """How long a client trains in a round of this method."""
     return {"steps": method.local_steps} if method.local_steps else {"epochs": method.local_epochs}
+
+
+def loss_and_gradients(model: WorkingModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The loss of the labels of a batch, and its gradients in the trained parameters."""
+    loss = classification_loss(model(batch.inputs), batch.targets)
+    return loss.detach(), list(torch.autograd.grad(loss, model.trained, materialize_grads=True))
 
 
 def _labels(logits: Tensor, batch: Batch) -> Tensor:

@@ -184,7 +184,7 @@ class Turns:
         return found
 
     def global_logits(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and targets of part of the global test set by the server's model."""
-        turn, received = self._begin(0, 0)
-        turn.model.load(received["model"])
+        """Logits and targets of part of the global test set by the model that the method calls global."""
+        turn, received = self._begin(0, 0, self.method.received_last())
+        turn.model.load(self.method.evaluated(turn, received)["global"])
         return turn.logits(part)

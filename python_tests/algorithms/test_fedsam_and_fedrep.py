@@ -1,24 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from by_hand import LR, Turn, gradient
 
 from pfl_ext.algorithms import FedAvg, FedRep, FedSAM
-from pfl_ext.federation import Client
-
-Turn = Callable[..., tuple[Any, Client]]
-LR = 0.1
-
-
-def _gradient(client: Client, state: Tensor, batch: Any) -> Tensor:
-    client.model.load(state)
-    loss = F.cross_entropy(client.model.module(batch.inputs), batch.targets)
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(client.model.module.parameters()))])
 
 
 def test_fedsam_steps_by_the_gradient_at_the_perturbed_model(turn: Turn) -> None:
@@ -27,8 +12,8 @@ def test_fedsam_steps_by_the_gradient_at_the_perturbed_model(turn: Turn) -> None
     w = turns.server["model"]
     v = w.clone()
     for batch in client.batches(4):
-        g = _gradient(client, v, batch)
-        v = v - LR * _gradient(client, v + rho * g / g.norm(), batch)
+        g = gradient(client, v, batch)
+        v = v - LR * gradient(client, v + rho * g / g.norm(), batch)
     sent = turns.method.client_round(client, {"model": w})
     torch.testing.assert_close(sent["model"], v, rtol=0, atol=1e-12)
 
@@ -49,14 +34,9 @@ def test_fedrep_trains_the_head_then_the_representation(turn: Turn) -> None:
     client["head"] = client["head"] - 0.2
     v[head], v[~head] = client["head"], received["representation"]
     for batch in client.batches(4, epochs=2, name="head"):
-        v = v - LR * torch.where(head, _gradient(client, v, batch), 0.0)
+        v = v - LR * torch.where(head, gradient(client, v, batch), 0.0)
     for batch in client.batches(4):
-        v = v - LR * torch.where(head, 0.0, _gradient(client, v, batch))
+        v = v - LR * torch.where(head, 0.0, gradient(client, v, batch))
     sent = turns.method.client_round(client, received)
     torch.testing.assert_close(client["head"], v[head], rtol=0, atol=1e-14)
     torch.testing.assert_close(sent["representation"], v[~head], rtol=0, atol=1e-14)
-
-
-def test_a_head_that_is_not_there_is_refused_by_its_name(turn: Turn) -> None:
-    with pytest.raises(ValueError, match=r"module 'fc' does not part the network in two; it has 0, 2"):
-        turn(FedRep(head="fc"))

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import json
 import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.algorithms import METHODS, Ditto, FedAvg, FedAvgFT, PersFL, Standalone
+from pfl_ext import engines
+from pfl_ext.algorithms import METHODS, Ditto, FedAvg, FedAvgFT, Standalone
 from pfl_ext.data import Dataset, Partition
+from pfl_ext.engines import InProcess
 from pfl_ext.federation import (
     Buffers,
     Client,
@@ -28,13 +31,25 @@ from pfl_ext.federation import (
     Settings,
     selected_clients,
 )
+from pfl_ext.federation.turns import Turns
 
 TIMES = ("seconds", "seconds_training")
 QUICK = {"lr": 0.1, "batch_size": 4}
 
 
+SHORT: dict[str, dict[str, Any]] = {
+    "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
+    "fedgen": {"generator_steps": 3},
+}
+
+
 def _options(name: str) -> dict[str, Any]:
-    return {**QUICK, **({"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)} if name == "persfl" else {})}
+    return {**QUICK, **SHORT.get(name, {})}
+
+
+def _network(name: str, network: nn.Module) -> nn.Module:
+    """The network, with batch normalisation for the method that is about it."""
+    return nn.Sequential(*network[:1], nn.BatchNorm1d(5), *network[1:]) if name == "fedbn" else network
 
 
 def _outcome(run: Federation) -> tuple[str, dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -60,6 +75,7 @@ def _assert_identical(first: Federation, second: Federation) -> None:
 def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(
     name: str, dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
 ) -> None:
+    network = _network(name, network)
     method = METHODS[name](**_options(name))
     settings = Settings(rounds=4, participation=0.5, seed=3, checkpoint_every=1)
     whole = Federation(method, network, dataset, partition, settings)
@@ -159,10 +175,46 @@ def test_results_of_another_run_are_not_overwritten(
 # ---- engines and stores ----------------------------------------------------------------------------------------------
 
 
-def test_workers_and_a_mapped_store_give_the_bits_of_one_process(
-    dataset: Dataset, partition: Partition, network: nn.Module
+class _TwoInOne(InProcess):
+    """What workers may do: turns in another order, every other one with another copy of the network."""
+
+    def __init__(self, turns: Turns, threads: int = 1) -> None:
+        super().__init__(turns, threads)
+        other = copy.copy(turns)
+        other.model = copy.deepcopy(turns.model)
+        self._second = InProcess(other, threads)
+
+    def publish(self, server: Mapping[str, Tensor]) -> None:
+        super().publish(server)
+        self._second.publish(server)
+
+    def map(self, turn: str, arguments: Sequence[tuple[Any, ...]], costs: Sequence[int] | None = None) -> Iterator[Any]:
+        found = {}
+        for place in reversed(range(len(arguments))):
+            one = super() if place % 2 else self._second
+            (found[place],) = one.map(turn, [arguments[place]])
+        yield from (found[place] for place in range(len(arguments)))
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_a_turn_depends_on_nothing_that_another_turn_leaves(
+    name: str, dataset: Dataset, partition: Partition, network: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method = PersFL(**_options("persfl"))
+    method, network = METHODS[name](**_options(name)), _network(name, network)
+    settings = Settings(rounds=3, participation=0.7)
+    one = Federation(method, network, dataset, partition, settings)
+    one.run()
+    monkeypatch.setattr(engines, "InProcess", _TwoInOne)
+    other = Federation(method, network, dataset, partition, settings)
+    other.run()
+    _assert_identical(one, other)
+
+
+@pytest.mark.parametrize("name", ["persfl", "fedgen"])
+def test_workers_and_a_mapped_store_give_the_bits_of_one_process(
+    name: str, dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    method = METHODS[name](**_options(name))
     settings = Settings(rounds=3, participation=0.7, evaluate_local=True, personal_global_test=True)
     one = Federation(method, network, dataset, partition, settings)
     one.run()

@@ -1,0 +1,67 @@
+"""FedDyn: a dynamic regulariser that makes the clients' optima agree with the server's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, local_sgd, option
+
+from .fedavg import average
+
+__all__ = ["FedDyn"]
+
+
+@dataclass(frozen=True)
+class FedDyn(Method):
+    r"""FedDyn (Acar et al., 2021), Algorithm 1, with m clients of which P are selected.
+
+    .. math::
+        \theta_k &\leftarrow \arg\min_v \approx L_k(v) - \langle g_k, v \rangle
+            + \tfrac{\alpha}{2} \|v - \theta\|^2 \text{ by E epochs of SGD from } \theta \\
+        g_k &\leftarrow g_k - \alpha (\theta_k - \theta) \\
+        h &\leftarrow h - \tfrac{\alpha}{m} \sum_{k \in P} (\theta_k - \theta) \\
+        \theta &\leftarrow \tfrac{1}{|P|} \sum_{k \in P} \theta_k - \tfrac{1}{\alpha} h
+
+    :math:`g_k`, which starts at zero, is what the gradient of :math:`L_k` is at the optimum of the last turn. The norm
+    is squared. Linear and quadratic term together are one proximal term with the anchor
+    :math:`\theta + g_k / \alpha`. Clients count alike, as in the paper. Buffers are averaged, without h.
+    """
+
+    name = "feddyn"
+
+    alpha: float = option(0.01, "weight of the dynamic regulariser")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.check("alpha", self.alpha > 0, "above 0 (without a regulariser use fedavg)")
+
+    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """theta, and h for its parameters."""
+        return {"model": model.state(), "h": model.state()[: model.parameters].zero_()}
+
+    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """g_k."""
+        return {"gradient": model.state()[: model.parameters].zero_()}
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Train a copy of the global model against the regulariser, and bring the gradient up to date."""
+        model, theta, gradient = client.model, received["model"], client["gradient"]
+        anchor = theta.clone()
+        anchor[: model.parameters] += gradient / self.alpha
+        model.load(theta)
+        client.report["loss"] = local_sgd(client, self, anchor=anchor, lam=self.alpha)
+        state = model.state()
+        client["gradient"] = gradient - self.alpha * (state - theta)[: model.parameters]
+        return {"model": state}
+
+    def server_round(self, server: Server, uploads: Uploads) -> None:
+        """Average, and take away h."""
+        mean, parameters = average(uploads, equally=True), slice(len(server["h"]))
+        share = len(uploads) / server.clients
+        server["h"] = server["h"] - self.alpha * share * (mean - server["model"])[parameters]
+        mean[parameters] -= server["h"] / self.alpha
+        server["model"] = mean

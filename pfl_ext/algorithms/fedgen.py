@@ -1,0 +1,174 @@
+"""FedGen: a generator at the server tells the clients what the others know, without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from pfl_ext.federation import (
+    Batch,
+    Client,
+    Method,
+    Server,
+    Uploads,
+    WorkingModel,
+    classification_loss,
+    local_sgd,
+    option,
+)
+
+from .fedavg import average
+
+__all__ = ["FedGen"]
+
+
+@dataclass(frozen=True)
+class FedGen(Method):
+    r"""FedGen (Zhu et al., 2021), Algorithm 1. A model is a predictor (head) :math:`\theta^p` on features z.
+
+    A selected client takes E epochs of SGD from :math:`\theta` on
+
+    .. math:: L_k(\theta_k) + \lambda\, \mathbb{E}_{\hat y \sim \hat p,\, z \sim G(\cdot | \hat y)}\,
+        \mathrm{CE}(\hat y, h(z; \theta^p_k))
+
+    and sends :math:`\theta_k` and how often it saw each label. The server takes
+    :math:`\theta \leftarrow \frac{1}{|S|} \sum_{k \in S} \theta_k` and :math:`\hat p(y)` from the sum of the counts,
+    and trains the generator by Adam on
+
+    .. math:: \mathbb{E}_{y \sim \hat p,\, z \sim G(\cdot | y)}\,
+        \mathrm{CE}\big(y, \tfrac{1}{|S|} \textstyle\sum_{k \in S} h(z; \theta^p_k)\big)
+        + \gamma \exp\big(-\mathrm{mean}_{i, j}\, \|\epsilon_i - \epsilon_j\| \|z_i - z_j\|\big),
+
+    in which :math:`\epsilon` is the noise that :math:`z = G(\epsilon, y)` is made of.
+
+    Readings. The generator is a perceptron of one hidden layer with ReLU on noise and label, without the authors' batch
+    normalisation, so that a feature depends on its own noise alone. Its second term, which keeps the features of a
+    label from becoming one, is in the authors' code. Adam starts anew in each round. In the first round the generator
+    has learnt nothing and clients train without it, as theirs do. Their code also matches outputs on real labels and
+    lets :math:`\lambda` decay: not here.
+    """
+
+    name = "fedgen"
+
+    head: str = option("", "module that is the predictor; empty: the last layer")
+    lam: float = option(1.0, "lambda, weight of the generated samples; 0 is FedAvg")
+    generated: int = option(32, "generated samples in a step, at the clients and at the server")
+    noise: int = option(32, "noise numbers the generator takes")
+    hidden: int = option(256, "width of the generator")
+    generator_steps: int = option(50, "steps of the generator in a round")
+    generator_lr: float = option(3e-4, "step size of the generator's Adam")
+    diversity: float = option(1.0, "gamma, weight of the term that keeps features of a label apart")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.check("lam", self.lam >= 0, "not negative")
+        self.check("diversity", self.diversity >= 0, "not negative")
+        self.check("generator_lr", self.generator_lr > 0, "above 0")
+        self.check("generator_steps", self.generator_steps >= 0, "not negative")
+        for name in ("generated", "noise", "hidden"):
+            self.check(name, getattr(self, name) >= 1, "at least 1")
+
+    # ---- predictor and generator ----------------------------------------------------------------------------------
+
+    def _head(self, model: WorkingModel) -> nn.Module:
+        return model.module.get_submodule(self.head or model.last_layer())
+
+    def _sizes(self, model: WorkingModel) -> tuple[int, int]:
+        """How many features the predictor takes, how many classes it tells apart."""
+        linear = [m for m in self._head(model).modules() if isinstance(m, nn.Linear)]
+        if not linear:
+            name = self.head or model.last_layer()
+            raise ValueError(f"FedGen generates inputs of linear layers, and the head {name!r} has none: name another")
+        return linear[0].in_features, linear[-1].out_features
+
+    def _generator(self, model: WorkingModel) -> WorkingModel:
+        features, classes = self._sizes(model)
+        layers = (nn.Linear(self.noise + classes, self.hidden), nn.ReLU(), nn.Linear(self.hidden, features))
+        return WorkingModel(nn.Sequential(*layers).to(model.device, model.dtype))
+
+    def _draw(self, p: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Labels of the distribution p, and what the generator takes for them: noise, and the label as one-hot."""
+        labels = torch.multinomial(p.cpu(), self.generated, replacement=True, generator=stream)
+        noise = torch.randn(self.generated, self.noise, generator=stream, dtype=p.dtype)
+        return labels.to(p.device), torch.cat([noise, F.one_hot(labels, len(p)).to(p.dtype)], 1).to(p.device)
+
+    # ---- the algorithm -----------------------------------------------------------------------------------------------
+
+    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """theta, and the sum of the clients' label counts."""
+        return {"model": model.state(), "counts": model.state().new_zeros(self._sizes(model)[1])}
+
+    def prepare_server(self, server: Server) -> None:
+        """The generator's first weights."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**62, (), generator=server.stream("generator"))))
+            server["generator"] = self._generator(server.model).state()
+
+    def received(self) -> tuple[str, ...]:
+        """All."""
+        return ("model", "generator", "counts")
+
+    def received_last(self) -> tuple[str, ...]:
+        """Theta is evaluated."""
+        return ("model",)
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Train a copy of the global model on the client's data and on what the generator makes."""
+        model, counts = client.model, received["counts"]
+        seen = torch.zeros_like(counts)
+        model.load(received["model"])
+        head, generator, stream = self._head(model), self._generator(model), client.stream("generator")
+        generator.load(received["generator"])
+
+        def loss(logits: Tensor, batch: Batch) -> Tensor:
+            if batch.targets.dim() == 2:
+                raise ValueError("FedGen generates features of single labels; the data have several labels a sample")
+            seen.add_(torch.bincount(batch.targets, minlength=len(seen)))
+            objective = classification_loss(logits, batch.targets)
+            if self.lam == 0 or not counts.any():
+                return objective
+            labels, given = self._draw(counts / counts.sum(), stream)
+            with torch.no_grad():
+                z = generator(given)
+            return objective + self.lam * F.cross_entropy(head(z), labels)
+
+        client.report["loss"] = local_sgd(client, self, loss=loss)
+        return {"model": model.state(), "counts": seen}
+
+    def server_round(self, server: Server, uploads: Uploads) -> None:
+        """The clients' mean; then the generator, from what their predictors say."""
+        server["model"] = average(uploads, equally=True)
+        server["counts"] = torch.stack(uploads["counts"]).sum(0)
+        if self.lam == 0 or not server["counts"].any():
+            return
+        head, heads = self._head(server.model), []
+        for state in uploads["model"]:
+            server.model.load(state)
+            heads.append({name: tensor.detach().clone() for name, tensor in head.state_dict().items()})
+        generator = self._generator(server.model)
+        generator.load(server["generator"])
+        adam = torch.optim.Adam(generator.trained, lr=self.generator_lr)
+        stream, p = server.stream("generator"), server["counts"] / server["counts"].sum()
+        head.eval()
+        for _ in range(self.generator_steps):
+            labels, given = self._draw(p, stream)
+            z = generator(given)
+            logits = torch.stack([functional_call(head, some, (z,)) for some in heads]).mean(0)
+            understood = F.cross_entropy(logits, labels)
+            apart = torch.exp(-(_distances(given[:, : self.noise]) * _distances(z)).mean())
+            adam.zero_grad()
+            (understood + self.diversity * apart).backward()
+            adam.step()
+            server.report["generator_loss"] = float(understood.detach())
+        server["generator"] = generator.state()
+
+
+def _distances(points: Tensor) -> Tensor:
+    """The distances of all pairs of rows, with a gradient where they are equal too."""
+    return (points[:, None] - points).square().sum(-1).add(1e-12).sqrt()

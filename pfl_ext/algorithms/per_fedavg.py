@@ -1,0 +1,124 @@
+"""Per-FedAvg: a global model from which one gradient step leads to a good personal one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pfl_ext.federation import (
+    Client,
+    Method,
+    Server,
+    Uploads,
+    local_length,
+    loss_and_gradients,
+    option,
+)
+from pfl_ext.ops import proximal_sgd_step_
+
+from .fedavg import average
+
+__all__ = ["PerFedAvg"]
+
+
+@dataclass(frozen=True)
+class PerFedAvg(Method):
+    r"""Per-FedAvg (Fallah et al., 2020), Algorithm 1: FedAvg of :math:`F_k(w) = L_k(w - \alpha \nabla L_k(w))`.
+
+    Each step of a selected client takes three independent batches :math:`D, D', D''`:
+
+    .. math::
+        u &= w_k - \alpha \nabla L_k(w_k; D), \qquad g = \nabla L_k(u; D') \\
+        w_k &\leftarrow w_k - \beta\, (I - \alpha \nabla^2 L_k(w_k; D''))\, g
+
+    The first-order variant (FO) leaves the Hessian out; the Hessian-free one (HF) has
+
+    .. math:: \nabla^2 L_k(w_k; D'')\, g \approx
+        \frac{1}{2 \delta} (\nabla L_k(w_k + \delta g; D'') - \nabla L_k(w_k - \delta g; D'')).
+
+    The server takes :math:`w \leftarrow \frac{1}{|S|} \sum_{k \in S} w_k`. The personal model is :math:`w` after one
+    step of size :math:`\alpha`, or more, on batches of the client's training data.
+
+    Readings. An epoch is one of the batches :math:`D'`. Clients count alike, as in the paper. Every evaluation takes
+    the personal steps anew, for all clients: they need no place to be kept.
+    """
+
+    name = "per-fedavg"
+
+    lr: float = option(0.001, "beta, step size of w_k")
+    alpha: float = option(0.01, "step size of the personal steps; 0 is FedAvg")
+    variant: str = option("hf", "first-order, or Hessian-free", choices=("fo", "hf"))
+    delta: float = option(0.001, "delta, step of the Hessian-free difference")
+    personal_steps: int = option(1, "steps on training data that make the personal model")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.check("alpha", self.alpha >= 0, "not negative")
+        self.check("delta", self.delta > 0, "above 0")
+        self.check("personal_steps", self.personal_steps >= 0, "not negative")
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """SGD on F_k."""
+        model = client.model
+        model.load(received["model"])
+        params: list[Tensor] = list(model.trained)
+        momentum = [torch.empty_like(p) for p in params] if self.momentum != 0 else []
+        total, steps = torch.zeros((), device=model.device), 0
+        model.module.train()
+        batches = [
+            client.batches(self.batch_size, name=name, **local_length(self)) for name in ("inner", "batches", "hessian")
+        ]
+        for inner, outer, hessian in zip(*batches, strict=True):
+            w = [p.detach().clone() for p in params]
+            _add(params, w, -self.alpha, loss_and_gradients(model, inner)[1])
+            loss, g = loss_and_gradients(model, outer)
+            meta = g
+            if self.variant == "hf":
+                _add(params, w, self.delta, g)
+                ahead = loss_and_gradients(model, hessian)[1]
+                _add(params, w, -self.delta, g)
+                behind = loss_and_gradients(model, hessian)[1]
+                scale = self.alpha / (2 * self.delta)
+                meta = [x - scale * (a - b) for x, a, b in zip(g, ahead, behind, strict=True)]
+            _add(params, w, 0.0, g)
+            proximal_sgd_step_(
+                params,
+                meta,
+                [],
+                self.lr,
+                0.0,
+                self.momentum,
+                self.weight_decay,
+                momentum_buffers=momentum,
+                first=steps == 0,
+            )
+            total += loss
+            steps += 1
+        client.report["loss"] = float(total) / steps if steps else math.nan
+        return {"model": model.state()}
+
+    def server_round(self, server: Server, uploads: Uploads) -> None:
+        """The clients' mean."""
+        server["model"] = average(uploads, equally=True)
+
+    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """w, and what the personal steps on training data make of it."""
+        model = client.model
+        model.load(received["model"])
+        model.module.train()
+        params: list[Tensor] = list(model.trained)
+        for batch in client.batches(self.batch_size, steps=self.personal_steps, name="personal"):
+            _add(params, [p.detach().clone() for p in params], -self.alpha, loss_and_gradients(model, batch)[1])
+        return {"global": received["model"], "personal": model.state()}
+
+
+@torch.no_grad()
+def _add(params: list[Tensor], w: list[Tensor], scale: float, direction: list[Tensor]) -> None:
+    """Set the parameters to w + scale direction."""
+    for p, x, d in zip(params, w, direction, strict=True):
+        p.copy_(x + scale * d)
