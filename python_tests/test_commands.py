@@ -70,7 +70,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run"], 1, "no method is named; known are ditto, fedavg"),
+        (["run"], 1, "no method is named; known are apfl, ditto"),
         (["run", "fedavgg"], 2, "unknown method 'fedavgg' (did you mean fedavg"),
         (["run", "ditto", "--lamm", "1"], 2, "unknown option --lamm (did you mean --lam"),
         (["run", "fedavg", "--lr", "fast"], 1, "lr is 'fast'; accepted is a number"),
