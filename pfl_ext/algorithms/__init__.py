@@ -7,15 +7,18 @@ from pfl_ext.federation import Method
 
 from .apfl import APFL
 from .ditto import Ditto
+from .fedasync import FedAsync
 from .fedavg import FedAvg, FedAvgFT, Standalone
 from .fedavgm import FedAvgM
 from .fedbabu import FedBABU
 from .fedbn import FedBN
+from .fedbuff import FedBuff
 from .feddyn import FedDyn
 from .fedgen import FedGen
 from .fedper import FedPer
 from .fedprox import FedProx
 from .fedrep import FedRep
+from .fedrod import FedRoD
 from .fedsam import FedSAM
 from .lg_fedavg import LGFedAvg
 from .mtl import MTL
@@ -36,16 +39,19 @@ __all__ = [
     "PLGULF",
     "SCD",
     "Ditto",
+    "FedAsync",
     "FedAvg",
     "FedAvgFT",
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedBuff",
     "FedDyn",
     "FedGen",
     "FedPer",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "FedSAM",
     "LGFedAvg",
     "PFedHN",

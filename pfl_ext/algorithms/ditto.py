@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, WorkingModel, local_sgd, option
+from pfl_ext.federation import Client, Method, Uploads, WorkingModel, fine_tune, local_sgd, option
 
 from .fedavg import average
 
@@ -30,12 +30,16 @@ class Ditto(Method):
 
     lam: float = option(1.0, "lambda, how strongly the personal model is held near the global one")
     personal_epochs: int = option(1, "passes over a client's data for the personal model in a round")
+    fine_tune_epochs: int = option(
+        0, "passes by which clients that never took part fine-tune the global model after the last round"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
+        self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """v_k, from the common initial weights."""
@@ -46,19 +50,32 @@ class Ditto(Method):
         return 2 * super().trained_parameters(model)
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train the personal model, then the copy of the global one; neither sees what the other becomes."""
+        """Train a copy of the global model."""
+        client.model.load(received["model"])
+        client.report["loss"] = local_sgd(client, self)
+        return {"model": client.model.state()}
+
+    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """Train the personal model near the received one; it does not see what was sent."""
         client.model.load(client["personal"])
         client.report["personal_loss"] = local_sgd(
             client, self, anchor=received["model"], lam=self.lam, epochs=self.personal_epochs, batches="personal"
         )
         client["personal"] = client.model.state()
-        client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self)
-        return {"model": client.model.state()}
 
     def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
         """Average, weighted by samples."""
         server["model"] = average(uploads)
+
+    @property
+    def has_personal_stage(self) -> bool:
+        """Whether new clients fine-tune."""
+        return self.fine_tune_epochs > 0
+
+    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+        """Fine-tune, where the client has no personal model yet."""
+        if "personal" not in client:
+            fine_tune(client, self, received["model"], self.fine_tune_epochs)
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """w and v_k."""

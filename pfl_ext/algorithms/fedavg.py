@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, WorkingModel, local_sgd, option
+from pfl_ext.federation import Client, Method, Uploads, WorkingModel, fine_tune, local_sgd, option
 from pfl_ext.ops import weighted_average
 
 __all__ = ["FedAvg", "FedAvgFT", "Standalone", "average"]
@@ -57,9 +57,7 @@ class FedAvgFT(FedAvg):
 
     def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
         """Fine-tune."""
-        client.model.load(received["model"])
-        client.report["fine_tune_loss"] = local_sgd(client, self, epochs=self.fine_tune_epochs, batches="fine-tune")
-        client["personal"] = client.model.state()
+        fine_tune(client, self, received["model"], self.fine_tune_epochs)
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The global model, and the fine-tuned one once it is there."""

@@ -14,6 +14,7 @@ from pfl_ext.federation import (
     Uploads,
     WorkingModel,
     classification_loss,
+    fine_tune,
     local_sgd,
     option,
 )
@@ -39,9 +40,13 @@ class SCD(Method):
     and the server averages the :math:`w_{G,k}`, weighted by samples. The teacher of each step is fixed, so its spectrum
     is transformed once a turn.
 
+    The second line runs while :math:`w_{G,k}` is on its way to the server and the new :math:`w_G` on its way back: the
+    wait-free protocol (:mod:`pfl_ext.federation.clock`).
+
     Readings. D is a true KL of normalised spectra by default (``form``; :mod:`pfl_ext.ops.spectral` says why). Both
     models see the same batches. :math:`\tau = 0` compares nothing: no generic term. The official code's term has no
-    gradient; this one has.
+    gradient; this one has. Without selection of all clients (Appendix F) those that are not selected rest, or train
+    their personal models against the generic one that is broadcast; a step cap is the setting ``personal_cap``.
     """
 
     name = "scd"
@@ -51,7 +56,16 @@ class SCD(Method):
     lam_p: float = option(0.01, "lambda_p, weight of the spectral term of the personal model; 0: w/o SCD-PM")
     tau: float = option(0.4, "part of the spectrum that the generic model is taught")
     form: str = option("normalized", "form of the divergence", choices=("normalized", "paper", "generalized"))
+    scope: str = option(
+        "model", "one transform of all weights, as in the paper, or one of each tensor", choices=("model", "tensor")
+    )
     personal_epochs: int = option(1, "E_p, passes over a client's data for the personal model in a round")
+    broadcast: bool = option(
+        False, "clients that were not selected receive the generic model too and train their personal one against it"
+    )
+    fine_tune_epochs: int = option(
+        0, "passes by which clients that never took part fine-tune the generic model after the last round"
+    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -60,6 +74,7 @@ class SCD(Method):
         self.check("lam_p", self.lam_p >= 0, "not negative")
         self.check("tau", 0 <= self.tau <= 1, "from 0 to 1")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
+        self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """w_p, from the common initial weights."""
@@ -70,22 +85,35 @@ class SCD(Method):
         return 2 * super().trained_parameters(model)
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """GMUpdate, then PMUpdate against the updated generic model."""
+        """GMUpdate: the generic model, taught by the client's personal one."""
         client.model.load(received["model"])
         loss = self._taught(client, client["personal"], self.lam_g, self.tau)
         client.report["loss"] = local_sgd(client, self, loss=loss)
-        generic = client.model.state()
+        return {"model": client.model.state()}
+
+    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """PMUpdate: the personal model, taught by the generic one that was sent."""
+        self._train_personal(client, sent["model"])
+
+    def received_unselected(self) -> tuple[str, ...] | None:
+        """The generic model, if it is broadcast."""
+        return ("model",) if self.broadcast else None
+
+    def unselected_round(self, client: Client, received: Mapping[str, Tensor]) -> None:
+        """PMUpdate against the generic model that was broadcast (Appendix F)."""
+        self._train_personal(client, received["model"])
+
+    def _train_personal(self, client: Client, generic: Tensor) -> None:
         client.model.load(client["personal"])
         loss = self._taught(client, generic, self.lam_p, 1.0)
         client.report["personal_loss"] = local_sgd(client, self, loss=loss, epochs=self.personal_epochs)
         client["personal"] = client.model.state()
-        return {"model": generic}
 
     def _taught(self, client: Client, teacher: Tensor, lam: float, tau: float) -> Callable[[Tensor, Batch], Tensor]:
         """CE + lam D(first tau of the working model's spectrum || that of the teacher's)."""
         if lam == 0 or tau == 0:
             return lambda logits, batch: classification_loss(logits, batch.targets)
-        spectrum = SpectralTeacher(client.model.tensors(teacher), tau=tau)
+        spectrum = SpectralTeacher(client.model.tensors(teacher), tau=tau, scope=self.scope)  # type: ignore[arg-type]
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
             divergence = spectral_divergence(client.model.trained, spectrum, form=self.form)  # type: ignore[arg-type]
@@ -96,6 +124,16 @@ class SCD(Method):
     def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
         """Average, weighted by samples."""
         server["model"] = average(uploads)
+
+    @property
+    def has_personal_stage(self) -> bool:
+        """Whether new clients fine-tune."""
+        return self.fine_tune_epochs > 0
+
+    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+        """Fine-tune, where the client has no personal model yet (Figure 3)."""
+        if "personal" not in client:
+            fine_tune(client, self, received["model"], self.fine_tune_epochs)
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The generic and the personal model."""

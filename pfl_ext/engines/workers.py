@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pfl_ext.data import Dataset
 from pfl_ext.federation.mapping import LARGE, MappedTensor, scratch_folder
-from pfl_ext.federation.turns import Diverged, Plan, Turns
+from pfl_ext.federation.turns import Diverged, Plan, Turned, Turns, Vectors
 
 __all__ = ["Workers"]
 
@@ -52,8 +52,16 @@ def _work(plan: Plan, threads: int, folder: Path, number: int, pipe: Connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     torch.set_num_threads(threads)
     turns = Turns(_open(plan))
+
+    def deliver(client: int, round: int, vectors: Mapping[str, Tensor]) -> Vectors:
+        # Uploads are large: shared, each in a file of its own.
+        return {
+            name: MappedTensor.copy(vector, folder / f"upload-{number}-{client}-{round}-{name}")
+            for name, vector in vectors.items()
+        }
+
+    turns.deliver = deliver
     pipe.send(None)  # ready
-    sent = 0
     answer: tuple[Any, str | None]
     while True:
         try:
@@ -61,15 +69,7 @@ def _work(plan: Plan, threads: int, folder: Path, number: int, pipe: Connection)
         except EOFError:
             return
         try:
-            result = getattr(turns, turn)(*arguments)
-            if turn == "train":  # uploads are large: shared, each in a file of its own
-                vectors, report = result
-                shared = {}
-                for name, vector in vectors.items():
-                    sent += 1
-                    shared[name] = MappedTensor.copy(vector, folder / f"upload-{number}-{sent}")
-                result = shared, report
-            answer = (result, None)
+            answer = (getattr(turns, turn)(*arguments), None)
         except Diverged as error:
             answer = (error, None)
         except Exception as error:
@@ -78,6 +78,16 @@ def _work(plan: Plan, threads: int, folder: Path, number: int, pipe: Connection)
             pipe.send(answer)
         except OSError:  # the parent has stopped listening
             return
+
+
+def _taken(vectors: Vectors) -> Vectors:
+    """What a worker shared, as this process's own."""
+    taken = {}
+    for name, vector in vectors.items():
+        assert isinstance(vector, MappedTensor)
+        taken[name] = vector.open()
+        vector.path.unlink(missing_ok=True)  # the memory lives as long as the tensor
+    return taken
 
 
 def _can_travel(error: Exception) -> bool:
@@ -164,13 +174,8 @@ class Workers:
             if hasattr(result, "add_note"):  # Python 3.11
                 result.add_note(trace)
             raise result
-        if turn == "train" and not isinstance(result, Diverged):
-            shared, report = result
-            vectors = {}
-            for name, mapped in shared.items():
-                vectors[name] = mapped.open()
-                mapped.path.unlink(missing_ok=True)  # the memory lives as long as the tensor
-            result = vectors, report
+        if isinstance(result, Turned):
+            result = result._replace(sent=_taken(result.sent), kept=_taken(result.kept))
         return result
 
     def _lost(self, pipe: Connection, when: str) -> NoReturn:

@@ -48,6 +48,8 @@ class Client:
         model: the working model. It holds whatever the last client left: load a state first.
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
+        part: ``"generic"`` up to the upload, ``"personal"`` beside it.
+        trained: for each part how many samples :meth:`batches` has given, for the clock.
     """
 
     def __init__(
@@ -67,6 +69,10 @@ class Client:
         self.validation = partition.validation[index]
         self.test = partition.test[index]
         self.report: dict[str, float] = {}
+        self.part = "generic"
+        self.trained = {"generic": 0, "personal": 0}
+        self._most_steps: int | None = None
+        self._most_samples: int | None = None
         self._dataset, self._store, self._seed = dataset, store, seed
         self._augment = AUGMENTATIONS[augmentation] if augmentation != "none" else None
         self._set: dict[str, Tensor] = {}
@@ -97,9 +103,36 @@ class Client:
             self._store.write(self.index, name, vector)
         self._set.clear()
 
+    def label_counts(self) -> Tensor:
+        """How many training samples the client has of each class."""
+        if self._dataset.multilabel:
+            raise ValueError(f"{self._dataset.name} has several labels a sample; one class each is accepted here")
+        return torch.bincount(self._dataset.targets[self.train], minlength=len(self._dataset.classes))
+
     def stream(self, name: str) -> torch.Generator:
         """A random stream of this client in this round, at its beginning."""
         return stream(self._seed, name, self.round, self.index)
+
+    def begin_personal(self, most_steps: int | None = None, samples: int | None = None) -> None:
+        """The upload is on its way (the engine says so); from now on what is trained is the client's own.
+
+        Args:
+            most_steps: an end to the personal steps of this turn.
+            samples: as many as are trained on until the new model arrives, in place of the epochs or steps asked for.
+        """
+        self.part = "personal"
+        self._most_steps, self._most_samples = most_steps, samples
+
+    def _goes_on(self, samples: int) -> bool:
+        """Whether a batch of so many samples fits into the turn, and count it if it does."""
+        if self._most_samples is not None and self.trained["personal"] + samples > self._most_samples:
+            return False
+        if self._most_steps is not None:
+            if self._most_steps == 0:
+                return False
+            self._most_steps -= 1
+        self.trained[self.part] += samples
+        return True
 
     def batches(
         self, batch_size: int, *, epochs: int = 1, steps: int | None = None, name: str = "batches"
@@ -114,12 +147,15 @@ class Client:
         order, augmentation = self.stream(name), self.stream(f"{name}/augmentation")
         skip_single = self.model.has_batch_norm and self.samples > 1
         taken, passes = 0, 0
-        while passes < epochs if steps is None else taken < steps:
+        until_arrival = self._most_samples is not None
+        while until_arrival or (passes < epochs if steps is None else taken < steps):
             passes += 1
             for rows in torch.randperm(self.samples, generator=order).split(batch_size):
                 if skip_single and len(rows) == 1 and batch_size > 1:
                     continue
-                if steps is not None and taken == steps:
+                if steps is not None and taken == steps and not until_arrival:
+                    return
+                if not self._goes_on(len(rows)):
                     return
                 inputs, targets = self._dataset.batch(self.train[rows])
                 if self._augment is not None:

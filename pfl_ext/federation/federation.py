@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
 from pfl_ext.evaluation import ResultsFolder, classification_metrics, summarize
 
 from . import checkpoint
-from .mapping import LARGE, MappedTensor, scratch_folder
+from .clock import PROTOCOLS, Clock, Device, Timeline, Work
+from .flight import Flight, Turn
+from .mapping import LARGE, MappedTensor, opened, scratch_folder
 from .method import Method, Options, Uploads, option
 from .model import WorkingModel
 from .server import Server
 from .store import ClientStore
 from .streams import seed_of, stream
-from .turns import Buffers, Diverged, Plan, Turns, seed_layers, threads_of_a_turn
+from .turns import Buffers, Diverged, Plan, Turned, Turns, Vectors, seed_layers, threads_of_a_turn
 
 __all__ = ["Federation", "Interrupted", "Settings", "selected_clients"]
 
@@ -60,6 +62,26 @@ class Settings(Options):
     threads: int = option(1, "threads of each of them; unlike workers this may change the last bits")
     device: str = option("cpu", "where data, models and clients' vectors are, such as cuda; workers need cpu")
     store: str = option("memory", "where clients' vectors are kept", choices=("memory", "mapped"))
+    protocol: str = option(
+        "wait-free",
+        "when a client trains its personal model: while its upload is on the way, before it is sent, or while it is on "
+        "the way and for as long as that takes by the clock. The first two give the same models",
+        choices=PROTOCOLS,
+    )
+    personal_cap: int = option(0, "most personal steps of a turn; 0: no limit")
+    clock: str = option(
+        "none",
+        "virtual times in the records: devices and links that are the same for all clients, log-normal over them, or "
+        "those of a file",
+        choices=("none", "constant", "log-normal", "trace"),
+    )
+    clock_compute: float = option(0.001, "seconds a client trains on a sample (the median, where log-normal)")
+    clock_up: float = option(1.25e6, "bytes a second from a client to the server (the median)")
+    clock_down: float = option(6.25e6, "bytes a second from the server to a client (the median)")
+    clock_latency: float = option(0.05, "seconds before a message arrives, beside its bytes (the median)")
+    clock_spread: float = option(0.5, "standard deviation of the logarithms over the clients, where log-normal")
+    clock_aggregation: float = option(0.0, "seconds the server takes for a new model")
+    clock_trace: str = option("", "CSV or JSON file with client, compute, up, down, latency of every client")
     checkpoint_every: int = option(10, "rounds between checkpoints; one is also written after a minute without")
 
     def __post_init__(self) -> None:
@@ -69,15 +91,51 @@ class Settings(Options):
         self.check("participation", 0 < self.participation <= 1, "above 0, up to 1")
         self.check("new_clients", self.new_clients >= 0, "of 0 or more")
         self.check("join_round", self.join_round >= 0, "of 0 or more")
+        self.check("personal_cap", self.personal_cap >= 0, "of 0 or more")
+        for name in ("clock_compute", "clock_up", "clock_down"):
+            self.check(name, getattr(self, name) > 0, "above 0")
+        for name in ("clock_latency", "clock_spread", "clock_aggregation"):
+            self.check(name, getattr(self, name) >= 0, "of 0 or more")
+        if (self.clock == "trace") != bool(self.clock_trace):
+            raise ValueError(
+                f"clock is {self.clock!r} and clock_trace {self.clock_trace!r}; clock=trace needs a file, and no other "
+                "takes one"
+            )
         for name in ("evaluate_every", "workers", "threads", "checkpoint_every"):
             self.check(name, getattr(self, name) >= 1, "of 1 or more")
+
+    def make_clock(self, clients: int) -> Clock:
+        """The clock for so many clients; without one (``none``) that of equal clients, which only orders events."""
+        if self.clock == "trace":
+            return Clock.trace(Path(self.clock_trace), clients, self.clock_aggregation)
+        median = Device(self.clock_compute, self.clock_up, self.clock_down, self.clock_latency)
+        spread = self.clock_spread if self.clock == "log-normal" else 0.0
+        return Clock.drawn(clients, median, spread, self.seed, self.clock_aggregation)
+
+
+@dataclass
+class _Arrived:
+    """What the turns of a round left to the server."""
+
+    uploads: Uploads
+    works: list[Work]
+    dropped: list[int]
+    down: dict[str, Tensor]
+    receivers: int
 
 
 def selected_clients(seed: int, round: int, clients: int, participation: float) -> list[int]:
     """The clients of a round, in order. It depends on nothing else, so all methods select the same."""
-    count = max(1, math.floor(participation * clients + 0.5))  # Python's round takes 2.5 clients to 2, and 3.5 to 4
-    chosen = torch.randperm(clients, generator=stream(seed, "clients", round))[:count]
+    chosen = torch.randperm(clients, generator=stream(seed, "clients", round))[: _count(participation, clients)]
     return sorted(chosen.tolist())
+
+
+def _count(participation: float, clients: int) -> int:
+    return max(1, math.floor(participation * clients + 0.5))  # Python's round takes 2.5 clients to 2, and 3.5 to 4
+
+
+def _bytes(vectors: Mapping[str, Tensor]) -> int:
+    return sum(vector.nbytes for vector in vectors.values())
 
 
 def _usable_device(settings: Settings) -> torch.device:
@@ -151,6 +209,9 @@ class Federation:
         self.results = None if self.folder is None else self._open_results(self.folder, resume)
         self.store = self._make_store(Turns.kept(method, layout))
         self._uploads = scratch_folder(self, 1 << 62) if self.settings.store == "mapped" else None
+        self._clock = self.settings.make_clock(partition.clients)
+        self._flight = self._make_flight()
+        self._timelines = {name: Timeline(self._clock, name) for name in self._timed()}
         self.round = 0
         self.personalized = 0
         self.records: list[Record] = []
@@ -183,6 +244,19 @@ class Federation:
             return ClientStore(self.partition.clients, kept)
         return ClientStore(self.partition.clients, kept, folder)
 
+    def _make_flight(self) -> Flight | None:
+        if self.method.buffer_size() is None:
+            return None
+        if self.settings.protocol == "until-arrival":
+            raise ValueError(f"{self.method.name} is asynchronous; its protocol is compute-and-wait or wait-free")
+        return Flight(self._clock, self.settings.protocol == "wait-free", self.settings.seed)
+
+    def _timed(self) -> tuple[str, ...]:
+        """The protocols that this run has a timeline of: both where they give the same models."""
+        if self.settings.protocol == "until-arrival":
+            return ("until-arrival",)
+        return PROTOCOLS[:2] if self.settings.clock != "none" and self._flight is None else ()
+
     def _make_engine(self) -> Any:
         from pfl_ext import engines  # the engines are built on this package
 
@@ -197,10 +271,14 @@ class Federation:
             s.seed,
             self._buffers,
             s.augmentation,
+            s.protocol,
+            s.personal_cap,
         )
-        return (
-            engines.InProcess(Turns(plan), s.threads) if s.workers == 1 else engines.Workers(s.workers, plan, s.threads)
-        )
+        if s.workers > 1:
+            return engines.Workers(s.workers, plan, s.threads)
+        turns = Turns(plan)
+        turns.deliver = self._delivered
+        return engines.InProcess(turns, s.threads)
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -222,7 +300,13 @@ class Federation:
             "diverged": s.diverged,
             "threads": s.threads,
             "device": s.device,
+            "personal_cap": s.personal_cap,
+            # Elsewhere neither decides what the models become.
+            **({"protocol": s.protocol, "clock": self._clock.devices} if self._by_the_clock() else {}),
         }
+
+    def _by_the_clock(self) -> bool:
+        return self._flight is not None or self.settings.protocol == "until-arrival"
 
     def save(self) -> None:
         """Write a checkpoint, if the run has a folder."""
@@ -236,6 +320,9 @@ class Federation:
             "records": self.records,
             "reports": self.reports,
         }
+        if self._flight is not None:
+            state["flight"], flying = self._flight.state()
+            tensors |= {f"flight/{name}": vector for name, vector in flying.items()}
         step = self.round + self.personalized
         checkpoint.save(self.folder / "checkpoints", step, self.identity(), state, tensors)
         self._saved_at = time.monotonic()
@@ -257,6 +344,12 @@ class Federation:
             self.server[name] = tensors[f"server/{name}"].to(self.server[name].device, copy=True)
         self.round, self.personalized = state["round"], state["personalized"]
         self.records, self.reports = state["records"], state["reports"]
+        if self._flight is not None:
+            flying = {name[7:]: tensor for name, tensor in tensors.items() if name.startswith("flight/")}
+            self._flight.restore(state["flight"], flying)
+        for timeline in self._timelines.values():
+            for record in self.records:
+                timeline.round(record.get("work", ()))
         if self.personalized and self.round < self.settings.rounds:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
         if self.results is not None:
@@ -302,44 +395,132 @@ class Federation:
     def _one_round(self, engine: Any) -> None:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
-        members = self.partition.clients
-        if s.new_clients and not (s.join_round and t >= s.join_round):
-            members -= s.new_clients
-        selected = selected_clients(s.seed, t, members, s.participation)
-        clients, samples, vectors, dropped = [], [], [], []
-        costs = [len(self.partition.train[k]) for k in selected]
-        results = engine.map("train", [(k, t, s.evaluate_local) for k in selected], costs)
-        for k, result in zip(selected, results, strict=True):
-            if isinstance(result, Diverged):
-                if s.diverged == "stop":
-                    raise result
-                dropped.append(k)
-                continue
-            sent, report = result
-            clients.append(k)
-            samples.append(len(self.partition.train[k]))
-            vectors.append({name: self._kept_until_averaged(k, name, vector) for name, vector in sent.items()})
-            self.reports[k] |= report
-        if not clients:
-            raise Diverged(dropped[0], t, "training, as that of all others selected,")
-        uploads = Uploads(clients, samples, vectors)
-        down = self.method.sends(self.server, selected[0], self.method.received())
+        arrived = self._selected_turns(engine, t) if self._flight is None else self._turns_in_flight(engine, t)
+        uploads = arrived.uploads
+        communication = self._communication(uploads, arrived.receivers, arrived.down)
         self._server_round(t, uploads)
         uploads.discard()
         engine.publish(self.server)
         self.round = t
         record: Record = {
             "round": t,
-            "clients": clients,
-            **({"dropped": dropped} if dropped else {}),
-            "communication": self._communication(uploads, len(selected), down),
-            "training": self._training(clients),
+            "clients": uploads.clients,
+            **({"dropped": arrived.dropped} if arrived.dropped else {}),
+            "communication": communication,
+            "training": self._training(uploads.clients),
             **({"server": dict(self.server.report)} if self.server.report else {}),
+            "work": [list(work) for work in arrived.works],
+            **self._clocked(arrived.works),
         }
         record["seconds_training"] = time.perf_counter() - begin
         if t % s.evaluate_every == 0 or t == s.rounds:
             record |= self._evaluate(engine, t)
         self._keep(record, begin)
+
+    def _members(self, t: int) -> int:
+        """How many clients, the first ones, can be selected."""
+        s = self.settings
+        late = s.new_clients and not (s.join_round and t >= s.join_round)
+        return self.partition.clients - (s.new_clients if late else 0)
+
+    def _selected_turns(self, engine: Any, t: int) -> _Arrived:
+        """All selected clients begin with the server's vectors and are waited for."""
+        s, method = self.settings, self.method
+        members = self._members(t)
+        selected = selected_clients(s.seed, t, members, s.participation)
+        down = method.sends(self.server, selected[0], method.received())
+        sizes = [len(self.partition.train[k]) for k in range(members)]
+        turns = engine.map("train", [(k, t, s.evaluate_local) for k in selected], [sizes[k] for k in selected])
+        clients, works, vectors, dropped = [], list[Work](), list[Vectors](), []
+        for k, turned in zip(selected, turns, strict=True):
+            if self._is_dropped(turned):
+                dropped.append(k)
+                continue
+            clients.append(k)
+            vectors.append(self._delivered(k, t, turned.sent))
+            works.append(self._work(k, turned, _bytes(down)))
+        if not clients:
+            raise Diverged(dropped[0], t, "training, as that of all others selected,")
+        if s.protocol == "until-arrival" and method.has_personal_round:
+            works = self._until_arrival(engine, t, works, vectors)
+        receivers, names = len(selected), method.received_unselected()
+        if names is not None:
+            others = sorted(set(range(members)) - set(selected))
+            broadcast = method.sends(self.server, 0, names)
+            for k, turned in zip(others, engine.map("unselected", [(k, t) for k in others]), strict=True):
+                if not self._is_dropped(turned):
+                    works.append(self._work(k, turned, _bytes(broadcast)))
+            receivers += len(others) if broadcast else 0
+        return _Arrived(Uploads(clients, [sizes[k] for k in clients], vectors), works, dropped, down, receivers)
+
+    def _until_arrival(self, engine: Any, t: int, works: list[Work], vectors: Sequence[Vectors]) -> list[Work]:
+        """Clients train their own models until the new generic one arrives."""
+        room = self._timelines["until-arrival"].room(works)
+        arguments = [
+            (work.client, t, {name: opened(vector) for name, vector in sent.items()}, samples)
+            for work, sent, samples in zip(works, vectors, room, strict=True)
+        ]
+        turns = engine.map("train_until_arrival", arguments, room)
+        return [
+            work if self._is_dropped(turned) else self._work(work.client, turned, 0, work)
+            for work, turned in zip(works, turns, strict=True)
+        ]
+
+    def _turns_in_flight(self, engine: Any, t: int) -> _Arrived:
+        """Clients begin and end by the clock, until the server has as many uploads as it takes for an update."""
+        s, method, flight = self.settings, self.method, self._flight
+        assert flight is not None
+        members, size = self._members(t), method.buffer_size()
+        down = method.sends(self.server, 0, method.received())
+        flight.open(_count(s.participation, members))
+        begun: list[int] = []
+
+        def begin(clients: list[int], numbers: list[int]) -> list[Turned | Diverged]:
+            begun.extend(clients)
+            turns = zip(clients, numbers, strict=True)
+            return list(engine.map("train", [(k, number, s.evaluate_local, True) for k, number in turns]))
+
+        arrived: list[Turn] = []
+        vectors, dropped = list[Vectors](), list[int]()
+        while len(arrived) < (size or 1):
+            turn = flight.next(members, self.round, _bytes(down), begin, self.store)
+            if turn is None:
+                raise Diverged(dropped[0], t, "training, as that of all others selected,")
+            if isinstance(turn, Diverged):
+                self._is_dropped(turn)
+                dropped.append(turn.client or 0)
+                continue
+            arrived.append(turn)
+            vectors.append(flight.take(turn))
+            self.reports[turn.client] |= turn.report
+        flight.keep(self.store)
+        clients = [turn.client for turn in arrived]
+        samples = [len(self.partition.train[k]) for k in clients]
+        uploads = Uploads(clients, samples, vectors, [self.round - turn.version for turn in arrived])
+        return _Arrived(uploads, [turn.work for turn in arrived], dropped, down, len(begun))
+
+    def _is_dropped(self, turned: Turned | Diverged) -> bool:
+        """Whether the client diverged and is left out; an error where that is to stop the run."""
+        if isinstance(turned, Diverged) and self.settings.diverged == "stop":
+            raise turned
+        return isinstance(turned, Diverged)
+
+    def _work(self, client: int, turned: Turned, down: int, before: Work | None = None) -> Work:
+        """Keep a turn's report; returns what it did, with what it did ``before`` the personal part."""
+        self.reports[client] |= turned.report
+        if before is not None:
+            return before._replace(personal=turned.trained["personal"])
+        up = sum(vector.nbytes for vector in turned.sent.values())
+        return Work(client, turned.trained["generic"], turned.trained["personal"], up, down)
+
+    def _clocked(self, works: list[Work]) -> dict[str, dict[str, float]]:
+        """When the round is over, for its record."""
+        if self._flight is not None:
+            return {"clock": {"asynchronous": self._flight.now}}
+        for timeline in self._timelines.values():
+            timeline.round(works)
+        times = {protocol: timeline.time for protocol, timeline in self._timelines.items()}
+        return {"clock": times} if times else {}
 
     def _server_round(self, t: int, uploads: Uploads) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
@@ -352,11 +533,16 @@ class Federation:
             if name in self.server and not bool(torch.isfinite(self.server[name]).all()):
                 raise Diverged(None, t, name)
 
-    def _kept_until_averaged(self, client: int, name: str, vector: Tensor) -> Tensor | MappedTensor:
-        """An upload, in a file where clients' vectors are: with all clients selected both are of the same size."""
-        if self._uploads is None or vector.nbytes < LARGE:
-            return vector
-        return MappedTensor.copy(vector, self._uploads / f"{name}-{client}")
+    def _delivered(self, client: int, round: int, vectors: Vectors) -> Vectors:
+        """An upload, in files where clients' vectors are: with all clients selected both are of the same size."""
+        if self._uploads is None:
+            return vectors
+        return {
+            name: MappedTensor.copy(vector, self._uploads / f"{name}-{client}-{round}")
+            if isinstance(vector, Tensor) and vector.nbytes >= LARGE
+            else vector
+            for name, vector in vectors.items()
+        }
 
     def _communication(self, uploads: Uploads | None, receivers: int, down: dict[str, Tensor]) -> dict[str, int]:
         return {

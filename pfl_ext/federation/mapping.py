@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["LARGE", "MappedTensor", "scratch_folder"]
+__all__ = ["LARGE", "MappedTensor", "opened", "scratch_folder"]
 
 LARGE = 1 << 16
 """Bytes from which a tensor is worth a file of its own."""
@@ -75,6 +75,11 @@ class MappedTensor:
         if size == 0:  # an empty file cannot be mapped
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.from_file(str(self.path), shared=True, size=size, dtype=self.dtype).view(self.shape)
+
+
+def opened(vector: Tensor | MappedTensor) -> Tensor:
+    """The tensor itself, wherever it is."""
+    return vector.open() if isinstance(vector, MappedTensor) else vector
 
 
 def scratch_folder(owner: object, size: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from pfl_ext.data import Partition
 
 from .client import Client
-from .mapping import MappedTensor
+from .mapping import MappedTensor, opened
 from .model import WorkingModel
 from .server import Server
 
@@ -32,16 +32,28 @@ class Uploads:
     """What the server received in a round, in the order of the clients' numbers.
 
     ``uploads["model"]`` is the list of the clients' vectors of that name.
+
+    Attributes:
+        clients: their numbers.
+        samples: n_k of each.
+        staleness: how often the server has changed its vectors since it sent them to the client: 0 but in asynchronous
+            rounds.
     """
 
-    def __init__(self, clients: list[int], samples: list[int], vectors: list[dict[str, Tensor | MappedTensor]]) -> None:
+    def __init__(
+        self,
+        clients: list[int],
+        samples: list[int],
+        vectors: Sequence[Mapping[str, Tensor | MappedTensor]],
+        staleness: list[int] | None = None,
+    ) -> None:
         """Made by the round."""
         self.clients, self.samples, self._vectors = clients, samples, vectors
+        self.staleness = [0] * len(clients) if staleness is None else staleness
 
     def __getitem__(self, name: str) -> list[Tensor]:
         """The vectors of that name, one a client."""
-        every = (vectors[name] for vectors in self._vectors)
-        return [vector.open() if isinstance(vector, MappedTensor) else vector for vector in every]
+        return [opened(vectors[name]) for vectors in self._vectors]
 
     def pieces(self, name: str) -> Iterator[list[Tensor]]:
         """The same, cut alike into pieces that follow each other: a single one where they are in memory.
@@ -165,6 +177,31 @@ class Method(Options, abc.ABC):
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A selected client's turn; returns what it sends."""
 
+    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """What a client then does for its own model, while ``sent``, which is not to be changed, is on its way.
+
+        A method that trains a generic and a personal model trains the second one here. That is all it takes for the
+        wait-free protocol (:mod:`pfl_ext.federation.clock`).
+        """
+
+    def received_unselected(self) -> tuple[str, ...] | None:
+        """What of the server's vectors clients that were not selected receive for :meth:`unselected_round`.
+
+        None: they have no turn.
+        """
+        return None
+
+    def unselected_round(self, client: Client, received: Mapping[str, Tensor]) -> None:
+        """What a client that was not selected does for its own model."""
+
+    def buffer_size(self) -> int | None:
+        """How many uploads the server takes for an update of its vectors; None: those of all selected clients.
+
+        With a number the run is asynchronous: clients begin and end their turns by the clock, each with the vectors
+        that the server had when the turn began, and a round is one update.
+        """
+        return None
+
     @abc.abstractmethod
     def server_round(self, server: Server, uploads: Uploads) -> None:
         """Change the server's vectors by what the clients sent."""
@@ -178,6 +215,11 @@ class Method(Options, abc.ABC):
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The models to evaluate, by name: ``"global"`` is what the server has, ``"personal"`` the client's own."""
         return {"global": received["model"]}
+
+    @property
+    def has_personal_round(self) -> bool:
+        """Whether :meth:`personal_round` does something."""
+        return type(self).personal_round is not Method.personal_round
 
     @property
     def has_personal_stage(self) -> bool:

@@ -15,7 +15,7 @@ from .client import Batch, Client, classification_loss
 from .method import Method
 from .model import WorkingModel
 
-__all__ = ["Perturb", "local_length", "local_sgd", "loss_and_gradients"]
+__all__ = ["Perturb", "fine_tune", "local_length", "local_sgd", "loss_and_gradients"]
 
 Perturb: TypeAlias = Callable[[list[Tensor], list[Tensor], Tensor | None], Tensor]
 """Moves parameters by their gradients; takes the backup of an earlier step, if any, and returns this step's."""
@@ -113,3 +113,10 @@ def local_sgd(
         total += objective.detach()
         steps += 1
     return float(total) / steps if steps else math.nan
+
+
+def fine_tune(client: Client, method: Method, state: Tensor, epochs: int) -> None:
+    """Make ``client["personal"]`` from a received model: that many passes of SGD on the client's own data."""
+    client.model.load(state)
+    client.report["fine_tune_loss"] = local_sgd(client, method, epochs=epochs, batches="fine-tune")
+    client["personal"] = client.model.state()

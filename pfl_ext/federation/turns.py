@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,13 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.evaluation import classification_metrics
 
 from .client import Client
+from .mapping import MappedTensor
 from .method import Method
 from .model import WorkingModel
 from .store import ClientStore
 from .streams import seed_of
 
-__all__ = ["Buffers", "Diverged", "Plan", "Turns", "seed_layers", "threads_of_a_turn"]
+__all__ = ["Buffers", "Diverged", "Plan", "Turned", "Turns", "seed_layers", "threads_of_a_turn"]
 
 _LOCAL_BUFFERS = "pfl_ext.local_buffers"
 
@@ -90,15 +93,41 @@ class Plan:
     buffers: Buffers
     augmentation: str
     """The name of one of :data:`pfl_ext.data.AUGMENTATIONS`."""
+    protocol: str = "wait-free"
+    """One of :data:`pfl_ext.federation.clock.PROTOCOLS`."""
+    personal_cap: int = 0
+    """Most personal steps of a turn; 0: no limit."""
+
+
+Vectors = Mapping[str, Tensor | MappedTensor]
+
+
+class Turned(NamedTuple):
+    """What a turn leaves."""
+
+    sent: Vectors
+    """What the client sent."""
+    kept: Vectors
+    """What it is to keep, where that was not kept at once."""
+    report: dict[str, float]
+    trained: dict[str, int]
+    """How many samples it trained on, before the upload and beside it."""
 
 
 class Turns:
-    """The turns of a plan, in the process that makes this."""
+    """The turns of a plan, in the process that makes this.
+
+    Attributes:
+        deliver: brings what a client sends on its way: to the server's side, in a file or in memory that processes
+            share. It runs in a thread beside the client's personal training, unless the protocol is to wait.
+    """
 
     def __init__(self, plan: Plan) -> None:
         """See the class."""
         self.method, self.dataset, self.partition, self.store = plan.method, plan.dataset, plan.partition, plan.store
         self.server, self.seed, self.augmentation = plan.server, plan.seed, plan.augmentation
+        self.protocol, self.personal_cap = plan.protocol, plan.personal_cap
+        self.deliver: Callable[[int, int, Mapping[str, Tensor]], Vectors] = lambda client, round, vectors: vectors
         self.model = WorkingModel(plan.module, plan.buffers.local, plan.buffers.server)
         stays = self.model.local | self.model.server
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
@@ -122,19 +151,20 @@ class Turns:
                     received[name][self.model.local] = turn[_LOCAL_BUFFERS]
         return turn, received
 
-    def _end(self, turn: Client) -> None:
+    def _check_kept(self, turn: Client) -> None:
         for name, vector in turn._set.items():
             if not bool(torch.isfinite(vector).all()):
                 raise Diverged(turn.index, turn.round, name)
-        if self._has_local:
-            turn[_LOCAL_BUFFERS] = self.model.state()[self.model.local]
+
+    def _keep(self, turn: Client) -> None:
+        self._check_kept(turn)
         turn.commit()
 
-    def train(self, client: int, round: int, measure: bool = False) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """A selected client's turn; returns what it sends and what it reports.
+    def train(self, client: int, round: int, measure: bool = False, hold: bool = False) -> Turned:
+        """A selected client's turn, without its personal part if that is to last until the new model arrives.
 
         With ``measure`` it also reports how the received model does on the client's test data, and how the working
-        model does as the turn leaves it.
+        model does after the generic part. With ``hold`` the client keeps nothing yet: that is in what is returned.
         """
         turn, received = self._begin(client, round)
         before = self._measure(turn, "before", received["model"]) if measure and "model" in received else {}
@@ -145,11 +175,54 @@ class Turns:
             if not bool(torch.isfinite(vector).all()):
                 raise Diverged(client, round, f"upload {name!r}")
             if self._stays is not None and vector.numel() == self.model.size:
-                vector[self._stays] = self.server[name][self._stays]
+                # What is not one of the server's vectors is a change of one: none, here.
+                vector[self._stays] = self.server[name][self._stays] if name in self.server else 0.0
         if math.isinf(turn.report.get("loss", 0.0)):
             raise Diverged(client, round, "loss")
-        self._end(turn)
-        return sent, turn.report
+        if self._has_local:
+            turn[_LOCAL_BUFFERS] = self.model.state()[self.model.local]
+        if not self.method.has_personal_round or self.protocol == "until-arrival":
+            delivered = self.deliver(client, round, sent)
+        elif self.protocol == "compute-and-wait":
+            self._train_personal(turn, received, sent)
+            delivered = self.deliver(client, round, sent)
+        else:
+            with ThreadPoolExecutor(1, "upload") as uplink:
+                arriving = uplink.submit(self.deliver, client, round, sent)
+                self._train_personal(turn, received, sent)
+            delivered = arriving.result()
+        self._check_kept(turn)
+        kept: Vectors = {}
+        if hold:
+            kept = self.deliver(client, round, {f"kept-{name}": vector for name, vector in turn._set.items()})
+        else:
+            turn.commit()
+        return Turned(delivered, kept, turn.report, turn.trained)
+
+    def _train_personal(
+        self, turn: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor], samples: int | None = None
+    ) -> None:
+        seed_layers(seed_of(self.seed, "layers/personal", turn.round, turn.index), self.model.device)
+        turn.begin_personal(self.personal_cap or None, samples)
+        self.method.personal_round(turn, received, sent)
+
+    def train_until_arrival(self, client: int, round: int, sent: Mapping[str, Tensor], samples: int) -> Turned:
+        """The personal part of a turn, as long as ``samples`` of training take."""
+        turn, received = self._begin(client, round)
+        self._train_personal(turn, received, sent, samples)
+        self._keep(turn)
+        return Turned({}, {}, turn.report, turn.trained)
+
+    def unselected(self, client: int, round: int) -> Turned:
+        """What a client that was not selected does for its own model."""
+        names = self.method.received_unselected()
+        assert names is not None
+        turn, received = self._begin(client, round, names)
+        seed_layers(seed_of(self.seed, "layers/personal", round, client), self.model.device)
+        turn.begin_personal(self.personal_cap or None)
+        self.method.unselected_round(turn, received)
+        self._keep(turn)
+        return Turned({}, {}, turn.report, turn.trained)
 
     def _measure(self, turn: Client, when: str, state: Tensor | None) -> dict[str, float]:
         if len(turn.test) == 0 or (state is not None and state.numel() != self.model.size):
@@ -163,7 +236,9 @@ class Turns:
         """What a client does on its own after the last round; returns what it reports."""
         turn, received = self._begin(client, round, self.method.received_last())
         self.method.personalize(turn, received)
-        self._end(turn)
+        if self._has_local:
+            turn[_LOCAL_BUFFERS] = self.model.state()[self.model.local]
+        self._keep(turn)
         return turn.report
 
     def evaluate(

@@ -100,7 +100,9 @@ def test_the_proximal_terms_are_not_dead(turn: Turn) -> None:
             turns, client = turn(method)
             if isinstance(method, Ditto):
                 client["personal"] = turns.server["model"] + 1
-            sent = method.client_round(client, {"model": turns.server["model"]})
+            received = {"model": turns.server["model"]}
+            sent = method.client_round(client, received)
+            method.personal_round(client, received, sent)
             results.append(client["personal"] if isinstance(method, Ditto) else sent["model"])
         assert not torch.equal(*results)
 
@@ -114,6 +116,7 @@ def test_dittos_personal_model_is_held_near_the_received_one(turn: Turn) -> None
     for batch in _steps(client, "personal", 2):
         v = v - LR * (_gradient(client, v, batch) + lam * (v - w))
     sent = turns.method.client_round(client, {"model": w})
+    turns.method.personal_round(client, {"model": w}, sent)
     torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
     plain, other = turn(FedAvg(lr=LR, batch_size=4))
     assert torch.equal(sent["model"], plain.method.client_round(other, {"model": w})["model"])  # w_k is FedAvg's

@@ -1,0 +1,68 @@
+"""FedAsync: each upload is mixed into the global model when it arrives; personal models as in Ditto."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pfl_ext.federation import Client, Uploads, local_sgd, option
+
+from .ditto import Ditto
+
+__all__ = ["FedAsync"]
+
+
+@dataclass(frozen=True)
+class FedAsync(Ditto):
+    r"""FedAsync (Xie et al., 2019), combined with Ditto as in Table 9 of spectral co-distillation.
+
+    A client trains :math:`w_k` from the :math:`w_\tau` it received, by SGD on
+    :math:`L_k(\cdot) + \frac{\rho}{2} \|\cdot - w_\tau\|^2`, and :math:`v_k` near it as in Ditto. When its upload
+    arrives the server has changed its model :math:`t - \tau` times and takes
+
+    .. math:: w_{t+1} = (1 - \alpha_t)\, w_t + \alpha_t\, w_k, \qquad \alpha_t = \alpha\, s(t - \tau)
+
+    with :math:`s(x) = 1`, :math:`(x + 1)^{-a}` (polynomial), or 1 up to b and :math:`1 / (a (x - b) + 1)` beyond it
+    (hinge). A round is one upload. Personal epochs 0 is FedAsync alone.
+    """
+
+    name = "fedasync"
+
+    alpha: float = option(0.6, "alpha, how much of an upload without staleness is mixed in")
+    staleness: str = option("polynomial", "s, how staleness counts", choices=("constant", "polynomial", "hinge"))
+    a: float = option(0.5, "a of the polynomial and of the hinge (there 10 in the paper)")
+    b: float = option(4.0, "b of the hinge")
+    rho: float = option(0.005, "weight of the proximal term of the local training")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.check("alpha", 0 < self.alpha <= 1, "above 0, up to 1")
+        for name in ("a", "b", "rho"):
+            self.check(name, getattr(self, name) >= 0, "not negative")
+
+    def buffer_size(self) -> int:
+        """Each upload changes the model."""
+        return 1
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Train a copy of the global model, held near it."""
+        client.model.load(received["model"])
+        client.report["loss"] = local_sgd(client, self, anchor=received["model"], lam=self.rho)
+        return {"model": client.model.state()}
+
+    def weight(self, staleness: int) -> float:
+        """s."""
+        if self.staleness == "constant":
+            return 1.0
+        if self.staleness == "polynomial":
+            return float((staleness + 1) ** -self.a)
+        return 1.0 if staleness <= self.b else 1 / (self.a * (staleness - self.b) + 1)
+
+    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+        """Mix what has arrived into the model."""
+        for model, staleness in zip(uploads["model"], uploads.staleness, strict=True):
+            server["model"] = torch.lerp(server["model"], model, self.alpha * self.weight(staleness))

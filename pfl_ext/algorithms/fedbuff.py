@@ -1,0 +1,60 @@
+"""FedBuff: the server takes a step when a buffer of differences is full; personal models as in Ditto."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pfl_ext.federation import Client, Uploads, local_sgd, option
+from pfl_ext.ops import weighted_average
+
+from .ditto import Ditto
+
+__all__ = ["FedBuff"]
+
+
+@dataclass(frozen=True)
+class FedBuff(Ditto):
+    r"""FedBuff (Nguyen et al., 2022), combined with Ditto as in Table 9 of spectral co-distillation.
+
+    A client trains :math:`w_k` from the w it received and sends :math:`\Delta_k = w_k - w`. With K of them the server,
+    which has changed its model :math:`\tau_k` times since it sent w to client k, takes
+
+    .. math:: w \leftarrow w + \eta_g \frac{1}{K} \sum_k \frac{1}{\sqrt{1 + \tau_k}} \Delta_k
+
+    A round is one such step. A client that has sent begins anew at once, full buffer or not. Personal epochs 0 is
+    FedBuff alone.
+    """
+
+    name = "fedbuff"
+
+    buffer: int = option(10, "K, how many differences the server takes a step with")
+    server_lr: float = option(1.0, "eta_g, the server's step size")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.check("buffer", self.buffer >= 1, "of 1 or more")
+        self.check("server_lr", self.server_lr > 0, "above 0")
+
+    def buffer_size(self) -> int:
+        """K."""
+        return self.buffer
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Train a copy of the global model; its difference to it is sent."""
+        client.model.load(received["model"])
+        client.report["loss"] = local_sgd(client, self)
+        return {"difference": client.model.state() - received["model"]}
+
+    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+        """A step along the mean of the differences, each the shorter the older it is."""
+        weights = [self.server_lr / len(uploads) / (1 + age) ** 0.5 for age in uploads.staleness]
+        steps = [
+            weighted_average([[part] for part in parts], weights, normalize=False)[0]
+            for parts in uploads.pieces("difference")
+        ]
+        server["model"] = server["model"] + torch.cat(steps)

@@ -1,0 +1,118 @@
+"""FedRoD: a generic head with a balanced loss, and a personal head on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pfl_ext.federation import (
+    Batch,
+    Client,
+    Method,
+    Uploads,
+    WorkingModel,
+    classification_loss,
+    fine_tune,
+    local_sgd,
+    option,
+)
+
+from .fedavg import average
+
+__all__ = ["FedRoD"]
+
+
+@dataclass(frozen=True)
+class FedRoD(Method):
+    r"""FedRoD (Chen and Chao, 2022), with the linear personal head.
+
+    With the features :math:`z` of a body :math:`\theta`, a generic linear head :math:`\psi`, a personal one
+    :math:`\phi_k` and :math:`n_{kc}` training samples of class c at client k,
+
+    .. math::
+        \theta_k, \psi_k &\leftarrow \text{E epochs of SGD from } \theta, \psi \text{ on }
+            \mathrm{CE}(\psi z + \gamma \log n_k) \quad\text{(balanced softmax)} \\
+        \phi_k &\leftarrow \text{personal epochs of SGD on } \mathrm{CE}(\psi_k z + \phi_k z),\;
+            \theta_k, \psi_k \text{ fixed} \\
+        \theta, \psi &\leftarrow \sum_k \tfrac{n_k}{n} (\theta_k, \psi_k)
+
+    The generic model is :math:`\psi z`, the personal one :math:`(\psi_k + \phi_k) z` with the body as the client's last
+    turn left it.
+
+    Readings. The paper takes a step of both lines on each batch; here all steps of the first come before those of the
+    second, so that the upload can leave between them. Both heads are linear in the same features, so their sum is one
+    head: the second line trains it, and :math:`\phi_k` is what it gained. With batch normalisation the features are
+    those of training mode. The variant whose personal head comes from a hypernetwork is not there.
+    """
+
+    name = "fedrod"
+
+    head: str = option("", "module that is the generic head, a linear layer; empty: the last layer")
+    gamma: float = option(1.0, "exponent of the class counts in the balanced softmax; 0: plain cross-entropy")
+    personal_epochs: int = option(1, "passes over a client's data for the personal head in a round")
+    fine_tune_epochs: int = option(
+        0, "passes by which clients that never took part fine-tune the generic model after the last round"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        self.check("gamma", self.gamma >= 0, "not negative")
+        self.check("weight_decay", self.weight_decay == 0, "0: the sum of two heads is trained, it would decay both")
+        self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
+        self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
+
+    def _head(self, model: WorkingModel) -> Tensor:
+        return model.entries(self.head or model.last_layer())
+
+    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+        """phi_k, zero at first, and the personal model."""
+        state = model.state()
+        return {"head": state[self._head(model)].zero_(), "personal": state}
+
+    def trained_parameters(self, model: WorkingModel) -> int:
+        """The model's, and those of the personal head."""
+        return super().trained_parameters(model) + int(self._head(model).sum())
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Body and generic head, by the balanced softmax."""
+        offset = (client.label_counts().to(client.model.dtype) ** self.gamma).log()
+
+        def balanced(logits: Tensor, batch: Batch) -> Tensor:
+            return classification_loss(logits + offset, batch.targets)
+
+        client.model.load(received["model"])
+        client.report["loss"] = local_sgd(client, self, loss=balanced)
+        return {"model": client.model.state()}
+
+    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """The personal head, on the body and the generic head that were sent."""
+        model, head, state = client.model, self._head(client.model), sent["model"].clone()
+        generic = state[head]
+        state[head] = generic + client["head"]
+        model.load(state)
+        client.report["personal_loss"] = local_sgd(
+            client, self, only=model.parameters_in(head), epochs=self.personal_epochs, batches="personal"
+        )
+        state[head] = model.state()[head]
+        client["head"], client["personal"] = state[head] - generic, state
+
+    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+        """Average, weighted by samples."""
+        server["model"] = average(uploads)
+
+    @property
+    def has_personal_stage(self) -> bool:
+        """Whether new clients fine-tune."""
+        return self.fine_tune_epochs > 0
+
+    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+        """Fine-tune, where the client has no personal model yet."""
+        if "personal" not in client:
+            fine_tune(client, self, received["model"], self.fine_tune_epochs)
+
+    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The generic and the personal model."""
+        return {"global": received["model"], "personal": client["personal"]}
