@@ -7,12 +7,14 @@ from pfl_ext.federation import Method
 
 from .apfl import APFL
 from .ditto import Ditto
+from .fedalt import FedAlt, FedSim
 from .fedasync import FedAsync
 from .fedavg import FedAvg, FedAvgFT, Standalone
 from .fedavgm import FedAvgM
 from .fedbabu import FedBABU
 from .fedbn import FedBN
 from .fedbuff import FedBuff
+from .feddf import FedDF
 from .feddyn import FedDyn
 from .fedgen import FedGen
 from .fedper import FedPer
@@ -23,6 +25,7 @@ from .fedsam import FedSAM
 from .lg_fedavg import LGFedAvg
 from .mtl import MTL
 from .per_fedavg import PerFedAvg
+from .perada import PerAda
 from .persfl import PersFL
 from .pfedhn import PFedHN
 from .pfedme import PFedMe
@@ -39,6 +42,7 @@ __all__ = [
     "PLGULF",
     "SCD",
     "Ditto",
+    "FedAlt",
     "FedAsync",
     "FedAvg",
     "FedAvgFT",
@@ -46,6 +50,7 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedBuff",
+    "FedDF",
     "FedDyn",
     "FedGen",
     "FedPer",
@@ -53,10 +58,12 @@ __all__ = [
     "FedRep",
     "FedRoD",
     "FedSAM",
+    "FedSim",
     "LGFedAvg",
     "PFedHN",
     "PFedMe",
     "PLGUGRep",
+    "PerAda",
     "PerFedAvg",
     "PersFL",
     "Standalone",

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.nn import FrozenBatchNorm2d
 from pfl_ext.ops import layer_groups
 
 __all__ = ["Each", "Layers", "WorkingModel", "joined"]
@@ -59,6 +60,8 @@ class WorkingModel:
         size: how many numbers a state has.
         parameters: how many of them, the first ones, are parameters; buffers follow.
         local, server: which of them are such buffers.
+        changing: which of them training can change: the trained parameters, and the buffers of all modules but frozen
+            batch normalisation. All others are what the module had, in every state of it.
     """
 
     def __init__(
@@ -92,7 +95,18 @@ class WorkingModel:
         self._buffer_names = {name for name, _ in module.named_buffers()}
         self.local = self._mask(local_buffers)
         self.server = self._mask(server_buffers)
+        owners = dict(module.named_modules())
+        changing = [
+            torch.full(shape, name in self._trained_names or self._follows_data(owners, name)).reshape(-1)
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        self.changing = torch.cat(changing).to(self.device)
+        self._initial: Tensor | None = None
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+
+    def _follows_data(self, owners: dict[str, nn.Module], name: str) -> bool:
+        """Whether that tensor is a buffer that training may change."""
+        return name in self._buffer_names and not isinstance(owners[name.rpartition(".")[0]], FrozenBatchNorm2d)
 
     def _tensors(self) -> list[Tensor]:
         # Asked for each time: a module may replace a buffer.
@@ -197,6 +211,46 @@ class WorkingModel:
         """
         for i, tensor in enumerate(self._tensors()):
             tensor.data, others[i] = others[i], tensor.data
+
+    # A state of a large network with little to train is mostly numbers that never change. What follows touches the
+    # others alone: of a ResNet-18 with adapters, :meth:`state` took 97 ms, :meth:`read` of what changes 6 ms.
+
+    def _chosen(self, entries: Tensor) -> list[int]:
+        """The numbers of the tensors that these entries consist of; entries are of whole tensors."""
+        parts = entries.split([shape.numel() for shape in self.shapes])
+        return [i for i, part in enumerate(parts) if len(part) and bool(part[0])]
+
+    @torch.no_grad()
+    def read(self, entries: Tensor) -> Tensor:
+        """``state()[entries]``."""
+        tensors, dtype = self._tensors(), self.dtype
+        return torch.cat([tensors[i].reshape(-1).to(dtype) for i in self._chosen(entries)])
+
+    @torch.no_grad()
+    def write(self, entries: Tensor, values: Tensor) -> None:
+        """Set parameters and buffers at these entries of a state alone."""
+        tensors, chosen = self._tensors(), self._chosen(entries)
+        sizes = [self.shapes[i].numel() for i in chosen]
+        if values.shape != (sum(sizes),):
+            raise ValueError(f"{list(values.shape)} values for {sum(sizes)} entries of a state")
+        for i, part in zip(chosen, values.split(sizes), strict=True):
+            part = part.view(self.shapes[i])
+            tensors[i].copy_(part if tensors[i].is_floating_point() else part.round())
+
+    def whole(self, *parts: tuple[Tensor, Tensor]) -> Tensor:
+        """The state with the values of each (entries, values) at its entries; they cover :attr:`changing`.
+
+        Everything else is what the module began with, as it is in every state of it.
+        """
+        if self._initial is None:
+            self._initial = self.state()
+        state = self._initial.clone()
+        pieces = state.split([shape.numel() for shape in self.shapes])
+        for entries, values in parts:
+            chosen = self._chosen(entries)
+            for i, part in zip(chosen, values.split([len(pieces[i]) for i in chosen]), strict=True):
+                pieces[i].copy_(part)
+        return state
 
     def tensors(self, state: Tensor) -> list[Tensor]:
         """The parts of ``state`` that belong to the trained parameters, laid out in memory as these are."""

@@ -78,19 +78,19 @@ def test_a_resumed_run_is_bit_identical_to_an_unbroken_one(
     network = _network(name, network)
     method = METHODS[name](**_options(name))
     settings = Settings(rounds=4, participation=0.5, seed=3, checkpoint_every=1)
-    whole = Federation(method, network, dataset, partition, settings)
+    auxiliary = dataset.subset(torch.arange(20)).unlabelled(dataset)
+    whole = Federation(method, network, dataset, partition, settings, auxiliary=auxiliary)
     whole.run()
 
     def stop_after_second(record: Mapping[str, Any]) -> None:
         if record["round"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    broken = Federation(
-        method, network, dataset, partition, settings, folder=tmp_path / "run", notify=stop_after_second
-    )
+    saved: dict[str, Any] = {"folder": tmp_path / "run", "auxiliary": auxiliary}
+    broken = Federation(method, network, dataset, partition, settings, notify=stop_after_second, **saved)
     with pytest.raises(Interrupted, match="after round 2"):
         broken.run()
-    resumed = Federation(method, network, dataset, partition, settings, folder=tmp_path / "run", resume=True)
+    resumed = Federation(method, network, dataset, partition, settings, resume=True, **saved)
     assert resumed.round == 2
     resumed.run()
     _assert_identical(resumed, whole)

@@ -165,3 +165,26 @@ def test_two_models_change_places_without_a_copy() -> None:
     assert model.module[0].weight.is_contiguous(memory_format=torch.channels_last)
     model.exchange(other)
     assert torch.equal(model.state(), second) and [p.data_ptr() for p in model.trained] == memory
+
+
+def test_parts_are_read_written_and_made_whole_as_through_the_whole_state() -> None:
+    from pfl_ext.nn import FrozenBatchNorm2d
+
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), FrozenBatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+    module[0].requires_grad_(False)
+    model = WorkingModel(module)
+    part = model.changing
+    # The second normalisation trains its parameters here, and keeps its statistics.
+    assert int(part.sum()) == 8 + 9 + 8 + 34 and not part[: 4 * 27 + 4].any()
+    start = model.state()
+    assert torch.equal(model.read(part), start[part])
+    values = torch.arange(59.0)
+    expected = start.clone()
+    expected[part] = values
+    assert torch.equal(model.whole((part, values)), expected)
+    model.write(part, values)
+    assert torch.equal(model.state(), expected)
+    head = model.entries("4")
+    assert torch.equal(model.whole((head, values[:34]), (part & ~head, values[34:]))[head], values[:34])
+    with pytest.raises(ValueError, match="values for 59 entries"):
+        model.write(part, values[:3])

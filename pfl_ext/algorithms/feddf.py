@@ -1,0 +1,42 @@
+"""FedDF: FedAvg whose server distils the clients' models into their average."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pfl_ext.federation import Client, Server, Uploads, local_sgd
+
+from .fedavg import average
+from .server_distillation import DistillingMethod, distil
+
+__all__ = ["FedDF"]
+
+
+@dataclass(frozen=True)
+class FedDF(DistillingMethod):
+    r"""FedDF (Lin et al., 2020), Algorithm 1, for clients with one kind of network.
+
+    .. math::
+        w_k &\leftarrow \text{E epochs of SGD on } L_k \text{ from } w \\
+        w &\leftarrow \sum_k \tfrac{n_k}{n} w_k \\
+        w &\leftarrow w - \eta\, \nabla_w \mathrm{KL}\big(\sigma(\tfrac1M \sum_k h_k),\, \sigma(g)\big)
+            \quad \text{R steps of Adam on unlabelled data}
+
+    with the logits :math:`h_k` of the clients' models and g of w. The paper's early stopping is ``kd_keep_best``, its
+    schedule ``kd_schedule="cosine"``.
+    """
+
+    name = "feddf"
+
+    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Train a copy of the global model."""
+        client.model.load(received["model"])
+        client.report["loss"] = local_sgd(client, self)
+        return {"model": client.model.state()}
+
+    def server_round(self, server: Server, uploads: Uploads) -> None:
+        """Average, weighted by samples; distil."""
+        server["model"] = distil(server, self, average(uploads), lambda: iter(uploads["model"]))

@@ -1,0 +1,213 @@
+"""Ensemble distillation at the server, on unlabelled data: the part that PerAda and FedDF share."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pfl_ext.data import AUGMENTATIONS, Dataset
+from pfl_ext.federation import Method, Server, WorkingModel, option
+from pfl_ext.ops import ensemble_distillation_loss, ensemble_logits
+
+__all__ = ["DistillingMethod", "distil"]
+
+_FORWARD_BATCH = 256  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
+
+
+@dataclass(frozen=True)
+class DistillingMethod(Method):
+    """The options of a method whose server distils what the clients sent into the average of it."""
+
+    kd_steps: int = option(100, "R, steps of distillation at the server in a round; 0: none")
+    kd_lr: float = option(1e-3, "step size of the server's Adam, which begins anew in each round")
+    kd_batch_size: int = option(128, "unlabelled samples a step of distillation takes")
+    kd_temperature: float = option(1.0, "temperature of the distillation")
+    kd_schedule: str = option(
+        "constant", "step size over the R steps (PerAda's official code: cosine)", choices=("constant", "cosine")
+    )
+    kd_rounds: int = option(0, "distil in the first rounds only (PerAda's official code: 30); 0: in all")
+    kd_teachers: str = option(
+        "eval", "mode of the teachers' layers; train: as PerAda's official code leaves them", choices=("eval", "train")
+    )
+    kd_student: str = option(
+        "train", "mode of the student's layers; eval: with the averaged statistics", choices=("train", "eval")
+    )
+    kd_augmentation: str = option("none", "augmentation of the unlabelled data", choices=tuple(AUGMENTATIONS))
+    kd_cache: bool = option(True, "teachers see each sample once in a round, as it is; false: every batch as augmented")
+    kd_keep_best: int = option(
+        0, "steps after which the student is tried on the server's held-out samples, the best one kept; 0: the last one"
+    )
+    kd_sigmoid: bool = option(False, "distil each label by itself (multi-label data) in place of a softmax over all")
+    kd_distance: bool = option(False, "report the ensemble distillation distance before and after the distillation")
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        for name in ("kd_steps", "kd_rounds", "kd_keep_best"):
+            self.check(name, getattr(self, name) >= 0, "not negative")
+        self.check("kd_lr", self.kd_lr > 0, "above 0")
+        self.check("kd_temperature", self.kd_temperature > 0, "above 0")
+        self.check("kd_batch_size", self.kd_batch_size >= 1, "at least 1")
+
+    def prepare_server(self, server: Server) -> None:
+        """Refuse a run without the data that the server needs."""
+        if (self.kd_steps or self.kd_distance) and server.auxiliary is None:
+            raise ValueError(
+                f"{self.name} distils at the server, which has no unlabelled data: name some (auxiliary, such as "
+                "cifar100), or use kd_steps=0"
+            )
+        if self.kd_keep_best and server.held_out is None:
+            raise ValueError("kd_keep_best needs labelled samples of the server: partition with server=0.1, say")
+
+
+def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Callable[[], Iterable[Tensor]]) -> Tensor:
+    r"""R steps of Adam on the divergence of the student g from the mean logits of M teachers, on unlabelled samples.
+
+    .. math:: \mathrm{KL}\Big(\sigma\big(\tfrac1T \tfrac1M \sum_m h_m(x)\big) \,\Big\|\, \sigma(\tfrac1T g(x))\Big)
+
+    The teachers do not change in a round: their mean logits are computed once for each sample that the R batches hold,
+    and kept. Where they see other images every time (``kd_augmentation`` with ``kd_cache=False``) or depend on the
+    whole batch (``kd_teachers="train"``) they are computed with every batch.
+
+    With ``kd_distance`` it reports, over all unlabelled samples and with probabilities g and :math:`h_m`,
+
+    .. math:: \Phi = \tfrac1n \sum_j \big\|g(x_j) - \tfrac1M \sum_m h_m(x_j)\big\|_1
+
+    as ``distillation_distance``, and of the student that it begins with as ``distillation_distance_before``.
+
+    Args:
+        server: its working model and unlabelled data are used.
+        method: gives the options.
+        start: the student's state to begin with.
+        teachers: makes the teachers' states, one after the other, anew with every call.
+
+    Returns:
+        The student's state. Parameters that are not trained are as in ``start``.
+    """
+    steps = method.kd_steps if not method.kd_rounds or server.round <= method.kd_rounds else 0
+    data, model = server.auxiliary, server.model
+    if data is None or not (steps or method.kd_distance):
+        return start
+    batches = _batches(len(data), method.kd_batch_size, steps, server.stream("distillation"))
+    each_batch = method.kd_teachers == "train" or (method.kd_augmentation != "none" and not method.kd_cache)
+    rows = torch.arange(len(data))
+    mean, probabilities = torch.empty(0), torch.empty(0)
+    if method.kd_distance or (steps and not each_batch):
+        if not method.kd_distance:
+            rows = torch.cat(batches).unique()
+        every = torch.stack([_logits(model, state, data, rows) for state in teachers()])
+        mean = ensemble_logits(every)
+        probabilities = _probabilities(method, every).mean(0)
+    place = torch.full((len(data),), -1)
+    place[rows] = torch.arange(len(rows))
+
+    def distance(state: Tensor) -> float:
+        own = _probabilities(method, _logits(model, state, data, rows))
+        return float((own - probabilities).abs().sum(-1).mean())
+
+    if method.kd_distance:
+        server.report["distillation_distance_before"] = distance(start)
+    if steps:
+        fixed = None if each_batch else mean
+        start = _train(server, method, start, teachers, batches, fixed, place)
+    if method.kd_distance:
+        server.report["distillation_distance"] = distance(start)
+    return start
+
+
+def _train(
+    server: Server,
+    method: DistillingMethod,
+    start: Tensor,
+    teachers: Callable[[], Iterable[Tensor]],
+    batches: list[Tensor],
+    mean: Tensor | None,
+    place: Tensor,
+) -> Tensor:
+    """The student after all steps; ``mean`` has the teachers' mean logits of sample j in its row ``place[j]``."""
+    data, model = server.auxiliary, server.model
+    assert data is not None
+    augment, random = AUGMENTATIONS[method.kd_augmentation], server.stream("distillation/augmentation")
+    ensemble = WorkingModel(copy.deepcopy(model.module)) if mean is None else None
+    model.load(start)
+    model.module.train(method.kd_student == "train")
+    optimizer = torch.optim.Adam(model.trained, lr=method.kd_lr)
+    best, best_accuracy = start, _accuracy(server, start) if method.kd_keep_best else math.nan
+    total = torch.zeros((), device=model.device)
+    for step, rows in enumerate(batches):
+        inputs = augment(data.batch(rows)[0], random)
+        target = mean[place[rows]] if mean is not None else _mean_of_batch(ensemble, method, teachers(), inputs)
+        if method.kd_schedule == "cosine":
+            for group in optimizer.param_groups:
+                group["lr"] = method.kd_lr * 0.5 * (1 + math.cos(math.pi * step / len(batches)))
+        loss = ensemble_distillation_loss(
+            model(inputs), target[None], temperature=method.kd_temperature, multilabel=method.kd_sigmoid
+        )
+        for parameter, gradient in zip(model.trained, torch.autograd.grad(loss, model.trained), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        total += loss.detach()
+        if method.kd_keep_best and ((step + 1) % method.kd_keep_best == 0 or step + 1 == len(batches)):
+            now = model.state()
+            accuracy = _accuracy(server, now)
+            if accuracy > best_accuracy:
+                best, best_accuracy = now, accuracy
+            model.module.train(method.kd_student == "train")
+    server.report["kd_loss"] = float(total) / len(batches)
+    for parameter in model.trained:
+        parameter.grad = None
+    if not method.kd_keep_best:
+        return model.state()
+    server.report["held_out_accuracy"] = best_accuracy
+    return best
+
+
+def _batches(samples: int, size: int, steps: int, order: torch.Generator) -> list[Tensor]:
+    """Shuffled batches of ``size`` numbers below ``samples``, pass after pass, without a smaller last one of a pass."""
+    found: list[Tensor] = []
+    while len(found) < steps:
+        found += [
+            rows for rows in torch.randperm(samples, generator=order).split(size) if len(rows) == min(size, samples)
+        ]
+    return found[:steps]
+
+
+@torch.no_grad()
+def _logits(model: WorkingModel, state: Tensor, data: Dataset, rows: Tensor) -> Tensor:
+    """Logits of these samples by a model of that state, in evaluation mode."""
+    model.load(state)
+    model.module.eval()
+    return torch.cat([model(data.batch(part)[0]) for part in rows.split(_FORWARD_BATCH)])
+
+
+@torch.no_grad()
+def _mean_of_batch(
+    ensemble: WorkingModel | None, method: DistillingMethod, teachers: Iterable[Tensor], inputs: Tensor
+) -> Tensor:
+    """The teachers' mean logits of one batch."""
+    assert ensemble is not None
+    every = []
+    for state in teachers:
+        ensemble.load(state)
+        ensemble.module.train(method.kd_teachers == "train")
+        every.append(ensemble(inputs))
+    return ensemble_logits(every)
+
+
+def _probabilities(method: DistillingMethod, logits: Tensor) -> Tensor:
+    return logits.sigmoid() if method.kd_sigmoid else F.softmax(logits, -1)
+
+
+def _accuracy(server: Server, state: Tensor) -> float:
+    """The share of the server's held-out samples that a model of that state decides rightly."""
+    data = server.held_out
+    assert data is not None
+    logits = _logits(server.model, state, data, torch.arange(len(data)))
+    right = (logits > 0) == (data.targets == 1) if data.multilabel else logits.argmax(-1) == data.targets
+    return float(right.double().mean())
