@@ -202,10 +202,11 @@ def test_a_turn_depends_on_nothing_that_another_turn_leaves(
 ) -> None:
     method, network = METHODS[name](**_options(name)), _network(name, network)
     settings = Settings(rounds=3, participation=0.7)
-    one = Federation(method, network, dataset, partition, settings)
+    auxiliary = dataset.subset(torch.arange(20)).unlabelled(dataset)
+    one = Federation(method, network, dataset, partition, settings, auxiliary=auxiliary)
     one.run()
     monkeypatch.setattr(engines, "InProcess", _TwoInOne)
-    other = Federation(method, network, dataset, partition, settings)
+    other = Federation(method, network, dataset, partition, settings, auxiliary=auxiliary)
     other.run()
     _assert_identical(one, other)
 
