@@ -116,11 +116,14 @@ class APFL(Method):
         server["model"] = average(uploads, equally=True)
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w, and its mixture with v_k."""
-        parameters, alpha = slice(client.model.parameters), float(client["alpha"])
-        mixed = client["local"].clone()
-        mixed[parameters] = alpha * mixed[parameters] + (1 - alpha) * received["model"][parameters]
-        return {"global": received["model"], "personal": mixed}
+        """w, and its mixture with v_k once that is there."""
+        found = {"global": received["model"]}
+        if "local" in client:
+            parameters, alpha = slice(client.model.parameters), float(client["alpha"])
+            mixed = client["local"].clone()
+            mixed[parameters] = alpha * mixed[parameters] + (1 - alpha) * received["model"][parameters]
+            found["personal"] = mixed
+        return found
 
 
 @torch.no_grad()

@@ -125,8 +125,9 @@ def test_pfedmes_server_goes_towards_the_plain_mean(network: nn.Module) -> None:
         torch.testing.assert_close(server["model"], (1 - beta) * w + beta * (a + b) / 2, rtol=0, atol=1e-15)
 
 
-def test_a_client_that_pfedme_never_selected_has_no_personal_model(turn: Turn) -> None:
-    turns, client = turn(PFedMe())
+@pytest.mark.parametrize("cls", [PFedMe, APFL])
+def test_a_client_that_was_never_selected_has_no_personal_model(turn: Turn, cls: Any) -> None:
+    turns, client = turn(cls())
     assert set(turns.method.evaluated(client, {"model": turns.server["model"]})) == {"global"}
 
 
