@@ -1,4 +1,4 @@
-"""The command line, also as ``python -m pfl_ext``: ``run``, ``compare``, ``sweep``, ``data``, ``bench``, ``info``."""
+"""The command line, also as ``python -m pfl_ext``: ``run``, ``compare``, ``sweep`` and all others of :func:`main`."""
 
 from __future__ import annotations
 
@@ -58,12 +58,19 @@ def _data(arguments: Sequence[str]) -> int:
     return data(arguments)
 
 
+def _landscape(arguments: Sequence[str]) -> int:
+    from .commands import landscape
+
+    return landscape(arguments)
+
+
 # Each has a parser of its own and imports what it needs when it is called.
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (_run, "run a method on clients' data"),
     "compare": (_compare, "run several methods on identical partitions and streams; one table, one picture"),
     "sweep": (_sweep, "a comparison for each combination of some options' values; one table"),
     "data": (_data, "cut a data set into clients: table, picture, file"),
+    "landscape": (_landscape, "draw the loss around the models of finished runs"),
     "bench": (_bench, "race an op family against its opponents"),
     "info": (_info, "versions, build, and which kernel serves each op on CPU and CUDA (the default)"),
 }

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from .algorithms import METHODS
 from .comparison import Comparison, folder_name, method_of, points, variant
 from .data import PARTITIONERS, Dataset, Partition
@@ -18,12 +20,17 @@ from .evaluation import (
     Progress,
     ResultsFolder,
     Runs,
+    Surface,
     accuracy_curves,
+    client_density,
     client_distribution,
     comparison,
+    draw_landscapes,
+    loss_surface,
     option_curves,
     per_user,
     table,
+    tails,
     tensorboard,
     transpose,
     versions,
@@ -38,7 +45,7 @@ from .experiment import (
     partition_options,
     settings_options,
 )
-from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method
+from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method, stream
 from .nn import NETWORKS
 
 if sys.version_info >= (3, 11):
@@ -46,7 +53,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["compare", "data", "run", "sweep"]
+__all__ = ["compare", "data", "landscape", "run", "sweep"]
 
 _FAILURES = (ValueError, OSError, Diverged, DamagedCheckpoint, ForeignCheckpoint, ImportError)
 
@@ -319,6 +326,7 @@ def _draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition) -> N
     try:
         accuracy_curves(runs, folder / "accuracy.png")
         client_distribution(runs, folder / "clients.png")
+        client_density(runs, folder / "density.png")
         partition.draw(dataset, folder / "partition.png")
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
@@ -364,6 +372,7 @@ def compare(arguments: Sequence[str]) -> int:
         runs, dataset, partition = _run_all(experiments, folder, parsed)
         rows = comparison(runs)
         _write_tables(rows, folder, "comparison")
+        _write_tables(tails(runs), folder, "tails")
         _write(folder / "users.md", _users(runs))
         print(table(rows, style=parsed.style))
         if not parsed.no_plots:
@@ -389,6 +398,7 @@ def sweep(arguments: Sequence[str]) -> int:
             experiments = point.comparison.experiments()
         folder = parsed.output or Path("results") / _folder("sweep", experiments[0][1])
         rows: list[dict[str, Any]] = []
+        tail_rows: list[dict[str, Any]] = []
         done: set[str] = set()
         curves: list[tuple[Mapping[str, Any], Runs]] = []
         for point in every:
@@ -398,13 +408,15 @@ def sweep(arguments: Sequence[str]) -> int:
             if not some:
                 continue
             runs, _, _ = _run_all(some, folder / point.folder, parsed)
-            for row in comparison(runs):
+            for row, of_tails in zip(comparison(runs), tails(runs), strict=True):
                 label = str(row["method"])
                 own = {name: value if name in point.applies[label] else None for name, value in point.values.items()}
                 rows.append({**_short(own), **row})
+                tail_rows.append({**_short(own), **of_tails})
                 done.add(point.comparison.identity(label))
             curves.append((point.values, runs))
             _write_tables(rows, folder, "sweep")
+            _write_tables(tail_rows, folder, "tails")
         print(table(rows, style=parsed.style))
         if not parsed.no_plots:
             _draw_sweep(curves, folder)
@@ -574,3 +586,83 @@ def data(arguments: Sequence[str]) -> int:
         if parsed.picture is not None:
             cut.draw(dataset, parsed.picture)
     return status[0]
+
+
+# ---- landscape -------------------------------------------------------------------------------------------------------
+
+
+def landscape(arguments: Sequence[str]) -> int:
+    """``pfl-ext landscape FOLDER ...``: the loss around the models that runs have saved."""
+    with _reported("landscape") as status:
+        parser = _parser(
+            "landscape",
+            " FOLDER ...",
+            "Draw the loss around the models of finished runs, along two random directions whose filters are as long\n"
+            "as the model's own (Li et al., 2018): the same directions and one scale for all, so that runs of one\n"
+            "network and one partition compare. The folders are those that pfl-ext run and compare write.",
+        )
+        parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folders of runs")
+        parser.add_argument("--client", type=int, default=0, help="whose models and data (default: 0)")
+        parser.add_argument("--models", help="such as global,personal (default: all that the runs evaluate)")
+        splits = ("train", "validation", "test", "global_test")
+        parser.add_argument("--split", choices=splits, default="train", help="the data (default: the client's train)")
+        parser.add_argument("--samples", type=int, default=1000, help="at most so many of them (default: 1000)")
+        parser.add_argument("--points", type=int, default=21, help="of the grid in each direction (default: 21)")
+        parser.add_argument("--radius", type=float, default=1.0, help="1: as far as the filters are long (default: 1)")
+        parser.add_argument("--seed", type=int, default=0, help="decides the directions (default: 0)")
+        parser.add_argument("--data-root", type=Path, help="the folder with the data's files, if not that of the run")
+        parser.add_argument("--output", type=Path, default=Path("landscape.png"), help="the picture to write")
+        parsed, unknown = parser.parse_known_args(list(arguments))
+        _refuse_unknown(parser, unknown)
+        surfaces, rows = {}, []
+        for folder in parsed.folders:
+            title = folder.resolve().name
+            for name, surface in _surfaces(folder, parsed).items():
+                surfaces[f"{title}, {name}"] = surface
+                within = [share * parsed.radius for share in (0.2, 0.5, 1)]
+                rises = {f"rise within {radius:g}": surface.rise(radius) for radius in within}
+                rows.append({"run": title, "model": name, "loss": surface.centre, **rises})
+        draw_landscapes(surfaces, parsed.output)
+        print(table(rows, digits=3))
+        print(f"drawn into {parsed.output}")
+    return status[0]
+
+
+def _surfaces(folder: Path, parsed: argparse.Namespace) -> dict[str, Surface]:
+    """The loss around each model of a run."""
+    sections = ResultsFolder.open(folder).read_json("config.json")
+    if parsed.data_root is not None:
+        sections["data"]["root"] = str(parsed.data_root)
+    experiment = Experiment.from_sections(sections)
+    experiment = dataclasses.replace(
+        experiment,
+        settings=dataclasses.replace(experiment.settings, workers=1, store="memory"),
+        partition_file=folder / "partition.safetensors",
+    )
+    federation = experiment.make(*experiment.make_data())
+    federation.read(folder)
+    if not 0 <= parsed.client < federation.partition.clients:
+        raise _Usage(f"--client {parsed.client}: the run has clients 0 to {federation.partition.clients - 1}")
+    turns = federation.turns()
+    client, models = turns.models(parsed.client, federation.round)
+    chosen = list(models) if parsed.models is None else parsed.models.split(",")
+    for name in chosen:
+        if name not in models:
+            raise _Usage(f"--models {name}: {folder} has {', '.join(models)}{nearest(name, models)}")
+    indices = federation.partition.global_test if parsed.split == "global_test" else getattr(client, parsed.split)
+    if len(indices) == 0:
+        raise _Usage(f"--split {parsed.split}: client {parsed.client} has no such data")
+    # The same samples for all runs: any order will do, if it is not one class after the other.
+    order = torch.randperm(len(indices), generator=stream(parsed.seed, "landscape/samples"))
+    indices = indices[order[: parsed.samples]]
+    return {
+        name: loss_surface(
+            turns.model,
+            models[name],
+            lambda: client.loss(indices),
+            stream(parsed.seed, "landscape"),
+            points=parsed.points,
+            radius=parsed.radius,
+        )
+        for name in chosen
+    }

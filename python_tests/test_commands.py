@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ def test_run_leaves_a_whole_results_folder(tmp_path: Path, capsys: pytest.Captur
     assert main(["run", "ditto", *QUICK[:-1], "--output", str(folder)]) == 0
     assert "| personal | test" in capsys.readouterr().out
     expected = {"config.json", "versions.json", "metrics.jsonl", "metrics.csv", "clients.csv", "partition.safetensors"}
-    assert expected | {"accuracy.png", "clients.png", "partition.png", "checkpoints", "clients"} <= set(
+    assert expected | {"accuracy.png", "clients.png", "density.png", "partition.png", "checkpoints", "clients"} <= set(
         os.listdir(folder)
     )
     assert [record["round"] for record in _metrics(folder)] == [1, 2, 3]
@@ -153,6 +154,47 @@ def test_compare_prints_one_table_and_writes_all_styles(tmp_path: Path, capsys: 
     assert other.fingerprint != partitions[0].fingerprint
     models = [_metrics(tmp_path / f"{m}-seed0")[-1]["models"]["global"] for m in ("fedavg", "ditto")]
     assert models[0] == models[1]  # Ditto's global model is FedAvg's, on the same batches
+
+
+def test_landscape_draws_the_models_of_runs_without_changing_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    folders = [tmp_path / name for name in ("plgu-lf", "fedsam")]
+    for folder in folders:
+        assert main(["run", folder.name, *QUICK, "--output", str(folder)]) == 0
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    picture = tmp_path / "l.png"
+    assert main(["landscape", *map(str, folders), "--client", "2", "--points", "3", "--output", str(picture)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "plgu-lf" in line or "fedsam" in line]
+    assert [(line[1], line[3]) for line in lines] == [
+        ("plgu-lf", "global"), ("plgu-lf", "personal"), ("fedsam", "global")
+    ]  # fmt: skip
+    assert float(lines[1][5]) < float(lines[0][5])  # a client's own model has the lower loss on its training data
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {path: path.read_bytes() for path in files} == files
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--client", "5"], "--client 5: the run has clients 0 to 4"),
+        (["--models", "personel"], r"--models personel: .* has global, personal \(did you mean personal\?\)"),
+        (["--points", "4"], "points is 4; accepted is an odd number"),
+    ],
+)
+def test_a_landscape_that_cannot_be_drawn_is_one_clear_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "run"
+    assert main(["run", "ditto", *QUICK, "--rounds", "1", "--output", str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["landscape", str(folder), *arguments, "--output", str(tmp_path / "l.png")]) != 0
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 1 and re.search(message, captured.err)
+    assert not (tmp_path / "l.png").exists()
 
 
 def test_data_shows_saves_and_draws_a_partition_that_a_run_can_use(

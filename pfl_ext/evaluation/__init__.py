@@ -1,12 +1,13 @@
 """Metrics, their distribution over clients and rounds, results folders, tables, plots and the progress display."""
 
 from .events import TensorBoard, tensorboard
+from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .metrics import classification_metrics
-from .plots import accuracy_curves, client_distribution, option_curves
+from .plots import accuracy_curves, client_density, client_distribution, option_curves
 from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
 from .summary import best_rounds, rounds_to_converge, summarize
-from .tables import Spread, comparison, per_user, table, transpose
+from .tables import Spread, comparison, per_user, table, tails, transpose
 
 __all__ = [
     "Progress",
@@ -14,17 +15,23 @@ __all__ = [
     "ResultsFolder",
     "Runs",
     "Spread",
+    "Surface",
     "TensorBoard",
     "accuracy_curves",
     "best_rounds",
     "classification_metrics",
+    "client_density",
     "client_distribution",
     "comparison",
+    "draw_landscapes",
+    "filter_direction",
+    "loss_surface",
     "option_curves",
     "per_user",
     "rounds_to_converge",
     "summarize",
     "table",
+    "tails",
     "tensorboard",
     "transpose",
     "versions",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy_curves", "client_distribution", "option_curves"]
+__all__ = ["accuracy_curves", "client_density", "client_distribution", "option_curves"]
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, without the yellow that is too pale for
 # lines. Beyond seven methods they repeat, and the markers go on to differ.
@@ -203,6 +203,74 @@ def option_curves(
     axes.set_xlabel(option)
     axes.set_ylabel(f"{_word(metric)}: mean over the clients' test sets{_unit(metric)}")
     _save(figure, path)
+
+
+def client_density(runs: Runs, path: str | os.PathLike[str], metric: str = "personal/test/accuracy") -> None:
+    """Draw how many clients of each method have which result in the last evaluation: a row a method, one scale.
+
+    Bars count clients; the curve is a Gaussian kernel estimate of the same clients by Silverman's rule. The filled mark
+    is the mean, the two open ones ``lowest5`` and ``top5`` of `summarize`. Figures 1 and 6 of PLGU. Clients of several
+    seeds are drawn together.
+
+    Args:
+        runs: As for `comparison`.
+        path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
+        metric: A column of the per-client results; a method without personal models is drawn with its global one.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: a run without that column, or no client with a value.
+    """
+    quantity = metric.rpartition("/")[2]
+    found: dict[str, Any] = {}
+    for name, run in runs.items():
+        seeds = [client_values(folder, metric) for folder in folders_of(run)]
+        values = np.array([scale_of(quantity) * value for _, clients in seeds for value in clients.values()])
+        values = values[~np.isnan(values)]
+        if len(values):
+            model = seeds[0][0].partition("/")[0]
+            found[name if seeds[0][0] == metric else f"{name}, {model}"] = values
+    if not found:
+        raise ValueError(f"there is no {metric} to draw: no client of {', '.join(runs) or 'no run'} has one")
+    everyone = np.concatenate(list(found.values()))
+    low, high = float(everyone.min()), float(everyone.max())
+    margin = max(0.04 * (high - low), 1e-3 * max(abs(low), abs(high), 1e-6))
+    edges = np.linspace(low - margin, high + margin, 33)
+    grid = np.linspace(edges[0], edges[-1], 400)
+    figure = _import("figure").Figure(figsize=(8.4, 1.1 + 0.62 * len(found)), layout="constrained")
+    rows = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, values), colour in zip(rows, found.items(), cycle(_COLOURS), strict=False):
+        counts, _ = np.histogram(values, edges)
+        axes.stairs(counts, edges, fill=True, color=colour, alpha=0.3)
+        axes.plot(grid, len(values) * (edges[1] - edges[0]) * _density(values, grid), color=colour, linewidth=1.6)
+        summary, height = summarize(values.tolist()), axes.get_ylim()[1]
+        axes.plot(summary["mean"], 0, marker="^", color=colour, markersize=7, clip_on=False, zorder=4)
+        tails = [summary["lowest5"], summary["top5"]]
+        style: dict[str, Any] = {"marker": "^", "markersize": 7, "markerfacecolor": "white", "linestyle": ""}
+        axes.plot(tails, [0, 0], color=colour, clip_on=False, zorder=4, **style)
+        axes.set_ylim(0, height)
+        axes.set_yticks([])
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_ylabel(name.replace("$", r"\$"), rotation=0, ha="right", va="center", fontsize=9)
+        digits = 1 if scale_of(quantity) == 100 else 3
+        text = "   ".join(
+            f"{title} {summary[key]:.{digits}f}"
+            for title, key in (("lowest 5 %", "lowest5"), ("mean", "mean"), ("top 5 %", "top5"))
+        )
+        label: dict[str, Any] = {"transform": axes.transAxes, "ha": "left", "va": "top", "fontsize": 8}
+        axes.text(0.01, 0.98, text, **label)
+    rows[-1].set_xlabel(f"{_word(quantity)}{_unit(quantity)}; marks: lowest 5 %, mean, top 5 % of the clients")
+    _save(figure, path)
+
+
+def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """A Gaussian kernel estimate; the width is Silverman's, no less than a hundredth of the grid."""
+    quartiles = np.quantile(values, [0.25, 0.75])
+    spread = min(float(values.std()), float(quartiles[1] - quartiles[0]) / 1.34) or float(values.std())
+    width = max(0.9 * spread * len(values) ** -0.2, (grid[-1] - grid[0]) / 100)
+    kernels = np.exp(-0.5 * ((grid[:, None] - values[None, :]) / width) ** 2)
+    density: np.ndarray = kernels.sum(1) / (len(values) * width * np.sqrt(2 * np.pi))
+    return density
 
 
 def _import(module: str) -> Any:

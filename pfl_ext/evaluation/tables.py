@@ -14,7 +14,7 @@ import numpy as np
 from .results import ResultsFolder, Runs
 from .summary import best_rounds, rounds_to_converge
 
-__all__ = ["Spread", "Style", "comparison", "per_user", "table", "transpose"]
+__all__ = ["Spread", "Style", "comparison", "per_user", "table", "tails", "transpose"]
 
 Style = Literal["markdown", "csv", "latex"]
 Row = dict[str, object]
@@ -198,6 +198,33 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
         results = [_result(history, models, metric, statistic) for history in seeds]
         cells = {column: _over_seeds([result[column] for result in results]) for column in results[0]}
         rows.append({"method": name, "seeds": len(seeds) if len(seeds) > 1 else None, **cells})
+    shown = [column for column in (rows[0] if rows else ()) if any(row[column] is not None for row in rows)]
+    return [{column: row[column] for column in shown} for row in rows]
+
+
+def tails(runs: Runs, metric: str = "accuracy", split: str = "test") -> list[Row]:
+    """One row a method: of each of its models the mean over the clients and over their lowest and highest 5 %.
+
+    Tables 1 to 4 of PLGU, from the last evaluated round. Of several seeds a cell is a `Spread`, as in `comparison`.
+
+    Args:
+        runs: As for `comparison`.
+        metric: ``"accuracy"`` and ``"auc"`` are shown in per cent, ``"loss"`` is not.
+        split: ``"test"`` or ``"validation"``.
+    """
+    histories = {name: [folder.records() for folder in folders_of(run)] for name, run in runs.items()}
+    models = models_of([history for seeds in histories.values() for history in seeds])
+    names = {"mean": "mean", "lowest 5 %": "lowest5", "top 5 %": "top5"}
+    rows: list[Row] = []
+    for name, seeds in histories.items():
+        last = [best_rounds(history, metric) for history in seeds]
+        row: Row = {"method": name}
+        for model in models:
+            summaries = [(rounds.get(model, {}).get("last") or {}).get(split, {}).get(metric, {}) for rounds in last]
+            for column, statistic in names.items():
+                values = [summary[statistic] * scale_of(metric) if summary else None for summary in summaries]
+                row[f"{model}: {column}"] = _over_seeds(values)
+        rows.append(row)
     shown = [column for column in (rows[0] if rows else ()) if any(row[column] is not None for row in rows)]
     return [{column: row[column] for column in shown} for row in rows]
 

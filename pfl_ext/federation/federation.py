@@ -257,26 +257,28 @@ class Federation:
             return ("until-arrival",)
         return PROTOCOLS[:2] if self.settings.clock != "none" and self._flight is None else ()
 
-    def _make_engine(self) -> Any:
-        from pfl_ext import engines  # the engines are built on this package
-
-        s = self.settings
-        plan = Plan(
+    def _plan(self) -> Plan:
+        return Plan(
             self.method,
             self._module,
             self.dataset,
             self.partition,
             self.store,
             self.server,
-            s.seed,
+            self.settings.seed,
             self._buffers,
-            s.augmentation,
-            s.protocol,
-            s.personal_cap,
+            self.settings.augmentation,
+            self.settings.protocol,
+            self.settings.personal_cap,
         )
+
+    def _make_engine(self) -> Any:
+        from pfl_ext import engines  # the engines are built on this package
+
+        s = self.settings
         if s.workers > 1:
-            return engines.Workers(s.workers, plan, s.threads)
-        turns = Turns(plan)
+            return engines.Workers(s.workers, self._plan(), s.threads)
+        turns = self.turns()
         turns.deliver = self._delivered
         return engines.InProcess(turns, s.threads)
 
@@ -327,15 +329,7 @@ class Federation:
         checkpoint.save(self.folder / "checkpoints", step, self.identity(), state, tensors)
         self._saved_at = time.monotonic()
 
-    def _resume(self) -> None:
-        if self.folder is None:
-            raise ValueError("a run without a folder has nothing to resume from")
-        found = checkpoint.newest(self.folder / "checkpoints", self.identity())
-        if found is None:  # killed before its first checkpoint: it begins anew
-            if self.results is not None:
-                self.results.truncate(0)
-            return
-        state, tensors = found
+    def _restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if state["round"] > self.settings.rounds:
             raise ValueError(f"the saved run has {state['round']} rounds; {self.settings.rounds} are asked for")
         self.store.restore({name[8:]: tensor for name, tensor in tensors.items() if name.startswith("clients/")})
@@ -350,6 +344,32 @@ class Federation:
         for timeline in self._timelines.values():
             for record in self.records:
                 timeline.round(record.get("work", ()))
+
+    def read(self, folder: Path | str) -> None:
+        """Take over what the newest good checkpoint of a run's folder holds, to look at it; the folder stays as it is.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ForeignCheckpoint, DamagedCheckpoint: it is not of such a run, or not as it was written.
+        """
+        found = checkpoint.newest(Path(folder) / "checkpoints", self.identity())
+        if found is None:
+            raise FileNotFoundError(f"{folder} has no checkpoint")
+        self._restore(*found)
+
+    def turns(self) -> Turns:
+        """Clients' turns in this process, with the server's and the clients' vectors as they are."""
+        return Turns(self._plan())
+
+    def _resume(self) -> None:
+        if self.folder is None:
+            raise ValueError("a run without a folder has nothing to resume from")
+        found = checkpoint.newest(self.folder / "checkpoints", self.identity())
+        if found is None:  # killed before its first checkpoint: it begins anew
+            if self.results is not None:
+                self.results.truncate(0)
+            return
+        self._restore(*found)
         if self.personalized and self.round < self.settings.rounds:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
         if self.results is not None:

@@ -241,13 +241,18 @@ class Turns:
         self._keep(turn)
         return turn.report
 
+    def models(self, client: int, round: int) -> tuple[Client, dict[str, Tensor]]:
+        """A client and its models as an evaluation after this round sees them, by name."""
+        turn, received = self._begin(client, round, self.method.received_last())
+        return turn, self.method.evaluated(turn, received)
+
     def evaluate(
         self, client: int, round: int, splits: tuple[str, ...], global_test: tuple[str, ...]
     ) -> dict[str, float]:
         """Metrics of the client's models, as ``"personal/test/accuracy"``; never changes what is kept."""
-        turn, received = self._begin(client, round, self.method.received_last())
+        turn, models = self.models(client, round)
         found: dict[str, float] = {}
-        for name, state in self.method.evaluated(turn, received).items():
+        for name, state in models.items():
             self.model.load(state)
             parts = {split: getattr(turn, split) for split in splits}
             if name in global_test:
@@ -260,6 +265,6 @@ class Turns:
 
     def global_logits(self, part: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and targets of part of the global test set by the model that the method calls global."""
-        turn, received = self._begin(0, 0, self.method.received_last())
-        turn.model.load(self.method.evaluated(turn, received)["global"])
+        turn, models = self.models(0, 0)
+        turn.model.load(models["global"])
         return turn.logits(part)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pfl_ext.evaluation import accuracy_curves, client_distribution, plots
+from pfl_ext.evaluation import accuracy_curves, client_density, client_distribution, plots
 
 PNG = b"\x89PNG"
 
@@ -48,6 +48,36 @@ def test_several_seeds_are_a_mean_with_a_band(make_run, drawn, tmp_path):
     assert (heights.min(), heights.max()) == pytest.approx((25 - 50**0.5, 50 + 200**0.5))
     assert legend(axes) == ["A"]
     assert "<svg" in (tmp_path / "x.svg").read_text()
+
+
+def test_the_density_counts_every_client_of_all_seeds(make_run, drawn, tmp_path):
+    seeds = [make_run("a", [0.9, 0.5, float("nan"), 0.7]), make_run("b", [0.6, 0.6])]
+    client_density({"PLGU": seeds, "FedAvg": make_run("f", [0.4, 0.4], models=["global"])}, tmp_path / "density.png")
+    first, second = drawn[0].figure.axes
+    assert first.get_ylabel() == "PLGU" and second.get_ylabel() == "FedAvg, global"
+    (bars,) = first.patches
+    assert bars.get_data().values.sum() == 5
+    curve, mean, tails = first.get_lines()
+    # The curve has the area of the bars but for what lies beyond the edges.
+    width = bars.get_data().edges[1] - bars.get_data().edges[0]
+    area = ((curve.get_ydata()[1:] + curve.get_ydata()[:-1]) / 2 * (curve.get_xdata()[1] - curve.get_xdata()[0])).sum()
+    assert 0.7 * 5 * width < area <= 5 * width
+    assert mean.get_xdata()[0] == pytest.approx(66)
+    assert list(tails.get_xdata()) == pytest.approx([50, 90])
+    assert first.texts[0].get_text() == "lowest 5 % 50.0   mean 66.0   top 5 % 90.0"
+    assert (tmp_path / "density.png").read_bytes().startswith(PNG)
+
+
+def test_equal_clients_have_a_density_too(make_run, drawn, tmp_path):
+    client_density({"A": make_run("a", [0.5, 0.5])}, tmp_path / "density.png")
+    (axes,) = drawn
+    assert all(0 <= y < 10 for y in axes.get_lines()[0].get_ydata())
+
+
+def test_a_density_of_nobody_is_refused(make_run, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="no client of A has one"):
+        client_density({"A": make_run("a", [float("nan")])}, tmp_path / "density.png")
 
 
 def test_the_distribution_goes_from_the_lowest_to_the_highest_client(make_run, drawn, tmp_path):

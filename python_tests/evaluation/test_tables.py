@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.evaluation import Spread, comparison, per_user, table, transpose
+from pfl_ext.evaluation import Spread, comparison, per_user, table, tails, transpose
 
 NASTY = "a|b\\c `d` *e* _f_ [g](h) <i> ~j~ $k$ &amp; #l %m {n} ^o"
 text = st.text(st.sampled_from(list("ab01 |\\`*_[]()<>~$&#%{}^\"',;\n\t±é-")), max_size=12)
@@ -191,6 +191,23 @@ def test_comparison_of_runs_without_evaluation_still_tells_the_cost(make_run):
     folder.append({"round": 1, "seconds": 2.0, "clients": []})
     assert comparison({"A": folder}) == [{"method": "A", "rounds": 1, "seconds a round": 2.0}]
     assert comparison({}) == []
+
+
+def test_tails_are_the_lowest_and_top_five_per_cent_of_each_model(make_run):
+    clients = [k / 40 for k in range(1, 41)]  # 5 % are two
+    runs = {
+        "PLGU": [make_run("p", clients), make_run("q", [a / 2 for a in clients])],
+        "FedSAM": make_run("f", clients, models=["global"]),
+    }
+    first, second = tails(runs)
+    assert list(first) == [
+        "method",
+        *(f"{m}: {c}" for m in ("personal", "global") for c in ("mean", "lowest 5 %", "top 5 %")),
+    ]
+    assert first["personal: lowest 5 %"].mean == pytest.approx(100 * 0.75 * 1.5 / 40)
+    assert first["global: top 5 %"].std == pytest.approx(100 * 39.5 / 40 / 2 / 2**0.5)
+    assert second["personal: mean"] is None
+    assert [second[f"global: {c}"] for c in ("mean", "lowest 5 %", "top 5 %")] == pytest.approx([51.25, 3.75, 98.75])
 
 
 def test_per_user_is_persfls_table(make_run):
