@@ -79,7 +79,7 @@ def _tiny(comparison: Comparison, folder: Path) -> Comparison:
         if name in sections["data"]:
             shape = SHAPES[sections["data"][name]]
             sections["data"][name] = _made_up(shape, folder / f"{name}.npz")
-    sections["partition"]["clients"] = 4
+    sections["partition"] |= {"clients": 4, **({"server": 0.0} if "server" in sections["partition"] else {})}
     for own in (sections["federation"], *(t for t in sections["federation"].values() if isinstance(t, dict))):
         own.update({"rounds": 1, "workers": 1, "participation": 1.0, "new_clients": 0})
     sections.setdefault("method", {})

@@ -3,10 +3,10 @@
 from .events import TensorBoard, tensorboard
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .metrics import classification_metrics
-from .plots import accuracy_curves, client_density, client_distribution, option_curves
+from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
-from .summary import best_rounds, rounds_to_converge, summarize
+from .summary import best_rounds, rounds_to_converge, summarize, time_to_target
 from .tables import Spread, comparison, per_user, table, tails, transpose
 
 __all__ = [
@@ -33,6 +33,8 @@ __all__ = [
     "table",
     "tails",
     "tensorboard",
+    "time_to_target",
+    "timeline",
     "transpose",
     "versions",
 ]

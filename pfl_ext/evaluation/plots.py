@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy_curves", "client_density", "client_distribution", "option_curves"]
+__all__ = ["accuracy_curves", "client_density", "client_distribution", "option_curves", "timeline"]
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, without the yellow that is too pale for
 # lines. Beyond seven methods they repeat, and the markers go on to differ.
@@ -271,6 +271,50 @@ def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     kernels = np.exp(-0.5 * ((grid[:, None] - values[None, :]) / width) ** 2)
     density: np.ndarray = kernels.sum(1) / (len(values) * width * np.sqrt(2 * np.pi))
     return density
+
+
+_ACTIVITIES = {"generic": _COLOURS[0], "personal": _COLOURS[1], "send": _COLOURS[2], "receive": _COLOURS[5]}
+
+
+def timeline(panels: Mapping[str, Sequence[tuple[int, str, float, float]]], path: str | os.PathLike[str]) -> None:
+    """Draw what each client does when: a panel a protocol, one above the other on the same axis of time.
+
+    Of a client's two lanes the upper one is its device, the lower one its link.
+
+    Args:
+        panels: For each protocol ``(client, what, begin, end)``, what being generic, personal, send or receive.
+        path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: nobody does anything.
+    """
+    if not any(panels.values()):
+        raise ValueError("there is no timeline to draw: no client does anything")
+    clients = sorted({span[0] for spans in panels.values() for span in spans})
+    row = {client: place for place, client in enumerate(clients)}
+    height = min(9.0, 1.2 + len(panels) * (0.7 + 0.22 * len(clients)))
+    figure = _import("figure").Figure(figsize=(9.6, height), layout="constrained")
+    every = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (protocol, spans) in zip(every, panels.items(), strict=True):
+        for what, colour in _ACTIVITIES.items():
+            lane = -0.4 if what in ("generic", "personal") else 0.02
+            for client in clients:
+                bars = [(begin, end - begin) for k, name, begin, end in spans if k == client and name == what]
+                axes.broken_barh(bars, (row[client] + lane, 0.38), color=colour, linewidth=0)
+        end = max((span[3] for span in spans), default=0.0)
+        axes.axvline(end, color="#000000", linewidth=1.0, linestyle=(0, (3, 2)))
+        axes.set_title(f"{protocol}: {end:.4g} s", fontsize=10, loc="left")
+        axes.set_ylim(len(clients) - 0.4, -0.6)
+        step = -(-len(clients) // 20)
+        axes.set_yticks(range(0, len(clients), step), [str(clients[i]) for i in range(0, len(clients), step)])
+        axes.set_ylabel("client")
+        axes.spines[["top", "right"]].set_visible(False)
+    every[-1].set_xlabel("virtual time (s)")
+    patch = _import("patches").Patch
+    handles = [patch(color=colour, label=what) for what, colour in _ACTIVITIES.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
+    _save(figure, path)
 
 
 def _import(module: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["best_rounds", "rounds_to_converge", "summarize"]
+__all__ = ["best_rounds", "rounds_to_converge", "summarize", "time_to_target"]
 
 _QUANTILES = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
 
@@ -128,4 +128,27 @@ def rounds_to_converge(history: Sequence[Mapping[str, Any]], model: str, share: 
         if judged:
             highest = max(value for _, value in judged)
             return next(int(round) for round, value in judged if value >= share * highest)
+    return None
+
+
+def time_to_target(
+    history: Sequence[Mapping[str, Any]], times: Sequence[float], target: float, model: str = "personal"
+) -> float | None:
+    """The time of the first evaluated round whose accuracy is at least ``target``; None if there is none.
+
+    Args:
+        history: Round records in order.
+        times: When each of them was over.
+        target: Between 0 and 1.
+        model: ``"global"`` is judged on the global test set where there is one, any other by the mean over the clients'
+            test sets, weighted by their sizes.
+    """
+    for record, time in zip(history, times, strict=True):
+        splits = record.get("models", {}).get(model, {})
+        if model == "global" and "global_test" in splits:
+            accuracy = splits["global_test"].get("accuracy", np.nan)
+        else:
+            accuracy = splits.get("test", {}).get("accuracy", {}).get("weighted_mean", np.nan)
+        if accuracy >= target:
+            return time
     return None
