@@ -27,6 +27,7 @@ class Ditto(Method):
     """
 
     name = "ditto"
+    private = True
 
     lam: float = option(1.0, "lambda, how strongly the personal model is held near the global one")
     personal_epochs: int = option(1, "passes over a client's data for the personal model in a round")

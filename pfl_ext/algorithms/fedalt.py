@@ -89,6 +89,7 @@ class FedAlt(PartiallyPersonal):
     """
 
     name = "fedalt"
+    private = True
 
     personal_epochs: int = option(1, "passes over a client's data for the personal part in a round")
 
@@ -119,6 +120,7 @@ class FedSim(PartiallyPersonal):
     """
 
     name = "fedsim"
+    private = True
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """v_k and u_k together."""

@@ -31,6 +31,7 @@ class FedAvg(Method):
     """
 
     name = "fedavg"
+    private = True
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model."""
@@ -48,6 +49,7 @@ class FedAvgFT(FedAvg):
     """FedAvg, then each client fine-tunes the last global model on its own data."""
 
     name = "fedavg-ft"
+    private = True
 
     fine_tune_epochs: int = option(5, "passes over a client's data after the last round")
 
@@ -70,6 +72,7 @@ class Standalone(Method):
     """Each client trains a model of its own; nothing is sent. A round is E epochs of each selected client."""
 
     name = "standalone"
+    private = True
 
     def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """Nothing: there is no server."""

@@ -30,6 +30,7 @@ class FedDF(DistillingMethod):
     """
 
     name = "feddf"
+    private = True
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model."""

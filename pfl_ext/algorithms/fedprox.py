@@ -24,6 +24,7 @@ class FedProx(Method):
     """
 
     name = "fedprox"
+    private = True
 
     mu: float = option(0.01, "weight of the proximal term; 0 is FedAvg")
 

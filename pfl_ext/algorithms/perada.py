@@ -39,12 +39,15 @@ class PerAda(DistillingMethod):
     ``kd_steps=0`` it is the paper's PerAda w/o KD.
 
     Readings. S and E are passes over the data, as Table 8 has them. Personal and local steps see different batches.
+    Neither sees what the other does, so the personal ones, which the algorithm has first, may run while
+    :math:`\theta_m` is on its way.
     What is kept and sent are the trained numbers, and running statistics of batch normalisation that is not frozen:
     those of :math:`\theta_m` are averaged with it, those of :math:`v_m` are its own. Official code takes
     :math:`\lambda \|v - w\|^2` for the term: twice the gradient (``official_lambda``).
     """
 
     name = "perada"
+    private = True
 
     lam: float = option(1.0, "lambda, how strongly the personal adapter is held near the global one")
     official_lambda: bool = option(False, "lambda |v - w|^2 as in the official code, in place of half of it")
@@ -77,25 +80,27 @@ class PerAda(DistillingMethod):
         return 2 * super().trained_parameters(model)
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The personal adapter towards w, then the local adapter from w."""
+        """The local adapter, from w."""
+        model, part, w = client.model, client.model.changing, received["adapter"]
+        model.write(part, w)  # line 12
+        client.report["loss"] = local_sgd(client, self)  # lines 13 to 15
+        stays = model.server[part]  # buffers that stay as the server has them
+        return {"adapter": torch.where(stays, w, model.read(part))}  # line 16
+
+    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """The personal adapter, towards w."""
         model, part = client.model, client.model.changing
-        w = received["adapter"]
         model.write(part, client["personal"])  # line 7
         client.report["personal_loss"] = local_sgd(  # lines 8 to 10
             client,
             self,
-            anchor=model.whole((part, w)),
+            anchor=model.whole((part, received["adapter"])),
             lam=2 * self.lam if self.official_lambda else self.lam,
             epochs=self.personal_epochs,
             lr=self.personal_lr or self.lr,
             batches="personal",
         )
         client["personal"] = model.read(part)  # line 11
-        model.write(part, w)  # line 12
-        client.report["loss"] = local_sgd(client, self)  # lines 13 to 15
-        theta = model.read(part)
-        stays = model.server[part]  # buffers that stay as the server has them
-        return {"adapter": torch.where(stays, w, theta)}  # line 16
 
     def server_round(self, server: Server, uploads: Uploads) -> None:
         """Average the local adapters, distil them into the average."""

@@ -2,7 +2,7 @@
 
 from .events import TensorBoard, tensorboard
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
-from .metrics import classification_metrics
+from .metrics import classification_metrics, prediction_distance
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
@@ -28,6 +28,7 @@ __all__ = [
     "loss_surface",
     "option_curves",
     "per_user",
+    "prediction_distance",
     "rounds_to_converge",
     "summarize",
     "table",

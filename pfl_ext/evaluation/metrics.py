@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
-__all__ = ["classification_metrics"]
+__all__ = ["classification_metrics", "prediction_distance"]
+
+
+def prediction_distance(personal: Tensor, other: Tensor, multilabel: bool = False) -> float:
+    r"""How far two models' predictions are apart: the term of PerAda's Theorem 2,
+
+    .. math:: \frac1n \sum_i \min\{1, \|p(x_i) - g(x_i)\|_1\}
+
+    with probabilities p and g, the softmax of the logits (of multi-label data the sigmoid).
+    """
+    p, g = (x.double().sigmoid() if multilabel else torch.softmax(x.double(), -1) for x in (personal, other))
+    return float((p - g).abs().sum(-1).clamp(max=1).mean())
 
 
 def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:

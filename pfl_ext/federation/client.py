@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
 
 from .model import WorkingModel
+from .privacy import Privacy, sampling
 from .store import ClientStore
 from .streams import stream
 
@@ -50,6 +51,7 @@ class Client:
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
         part: ``"generic"`` up to the upload, ``"personal"`` beside it.
         trained: for each part how many samples :meth:`batches` has given, for the clock.
+        privacy: the options of differential privacy, None without.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Client:
         store: ClientStore,
         seed: int,
         augmentation: str = "none",
+        privacy: Privacy | None = None,
     ) -> None:
         """Made by the engine."""
+        self.privacy = privacy
         self.index, self.round, self.model = index, round, model
         self.train = partition.train[index]
         self.validation = partition.validation[index]
@@ -162,6 +166,24 @@ class Client:
                     inputs = self._augment(inputs, augmentation)
                 taken += 1
                 yield Batch(inputs, targets, rows)
+
+    def poisson_batches(
+        self, batch_size: int, *, epochs: int = 1, steps: int | None = None, name: str = "batches"
+    ) -> Iterator[Batch]:
+        """Batches that hold each training sample with the probability of :func:`~.privacy.sampling`, each by itself.
+
+        As many as :meth:`batches` would give. One may be empty: that many samples are what privacy must not tell.
+        """
+        order, augmentation = self.stream(name), self.stream(f"{name}/augmentation")
+        rate, batches = sampling(self.samples, batch_size)
+        for _ in range(epochs * batches if steps is None else steps):
+            rows = (torch.rand(self.samples, generator=order) < rate).nonzero().flatten()
+            if not self._goes_on(len(rows)):
+                return
+            inputs, targets = self._dataset.batch(self.train[rows])
+            if self._augment is not None:
+                inputs = self._augment(inputs, augmentation)
+            yield Batch(inputs, targets, rows)
 
     @torch.no_grad()
     def logits(self, indices: Tensor) -> tuple[Tensor, Tensor]:

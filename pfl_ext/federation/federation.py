@@ -26,6 +26,7 @@ from .flight import Flight, Turn
 from .mapping import LARGE, MappedTensor, opened, scratch_folder
 from .method import Method, Options, Uploads, option
 from .model import WorkingModel
+from .privacy import Privacy, refuse_batch_norm
 from .server import Server
 from .store import ClientStore
 from .streams import seed_of, stream
@@ -53,6 +54,9 @@ class Settings(Options):
     evaluate_local: bool = option(False, "evaluate selected clients before and after their local training")
     personal_global_test: bool = option(
         False, "evaluate personal models on the global test set too (clients x its size)"
+    )
+    prediction_distance: bool = option(
+        False, "report how far personal models' predictions are from the global one's (PerAda's Theorem 2)"
     )
     augmentation: str = option("none", "augmentation of training batches", choices=tuple(AUGMENTATIONS))
     diverged: str = option("stop", "when a client's training gives NaN", choices=("stop", "drop"))
@@ -82,6 +86,11 @@ class Settings(Options):
     clock_spread: float = option(0.5, "standard deviation of the logarithms over the clients, where log-normal")
     clock_aggregation: float = option(0.0, "seconds the server takes for a new model")
     clock_trace: str = option("", "CSV or JSON file with client, compute, up, down, latency of every client")
+    dp_noise: float = option(
+        0.0, "differential privacy of every client's samples: noise in units of dp_clip; 0 with no dp_clip: none"
+    )
+    dp_clip: float = option(0.0, "norm to which the gradient of a sample is clipped; 0: no differential privacy")
+    dp_delta: float = option(1e-5, "delta of the guarantee")
     checkpoint_every: int = option(10, "rounds between checkpoints; one is also written after a minute without")
 
     def __post_init__(self) -> None:
@@ -91,6 +100,9 @@ class Settings(Options):
         self.check("participation", 0 < self.participation <= 1, "above 0, up to 1")
         self.check("new_clients", self.new_clients >= 0, "of 0 or more")
         self.check("join_round", self.join_round >= 0, "of 0 or more")
+        self.check("dp_noise", self.dp_noise >= 0, "of 0 or more")
+        self.check("dp_clip", self.dp_clip > 0 or (self.dp_clip == 0 and self.dp_noise == 0), "above 0 with dp_noise")
+        self.check("dp_delta", 0 < self.dp_delta < 1, "above 0 and below 1")
         self.check("personal_cap", self.personal_cap >= 0, "of 0 or more")
         for name in ("clock_compute", "clock_up", "clock_down"):
             self.check(name, getattr(self, name) > 0, "above 0")
@@ -103,6 +115,11 @@ class Settings(Options):
             )
         for name in ("evaluate_every", "workers", "threads", "checkpoint_every"):
             self.check(name, getattr(self, name) >= 1, "of 1 or more")
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """The options of differential privacy, None without."""
+        return Privacy(self.dp_noise, self.dp_clip, self.dp_delta) if self.dp_clip else None
 
     def make_clock(self, clients: int) -> Clock:
         """The clock for so many clients; without one (``none``) that of equal clients, which only orders events."""
@@ -196,8 +213,8 @@ class Federation:
         module = copy.deepcopy(module).to(device)
         self._buffers = Buffers() if buffers is None else buffers
         self._notify = notify
-        self._check()
         self._module = module
+        self._check()
         layout = WorkingModel(copy.deepcopy(module), self._buffers.local, self._buffers.server)
         self.server = Server(method.server_state(layout), module, self.settings.seed, partition.clients)
         self.server.auxiliary = None if auxiliary is None else auxiliary.to(device)
@@ -207,7 +224,7 @@ class Federation:
         self.trained_parameters = method.trained_parameters(layout)
         self.folder = None if folder is None else Path(folder)
         self.results = None if self.folder is None else self._open_results(self.folder, resume)
-        self.store = self._make_store(Turns.kept(method, layout))
+        self.store = self._make_store(Turns.kept(method, layout, self.settings.privacy))
         self._uploads = scratch_folder(self, 1 << 62) if self.settings.store == "mapped" else None
         self._clock = self.settings.make_clock(partition.clients)
         self._flight = self._make_flight()
@@ -229,6 +246,11 @@ class Federation:
             raise ValueError(f"{self.settings.new_clients} of {self.partition.clients} clients are to join late")
         self.partition.check(self.dataset)
         self.method.check_data(self.partition)
+        if self.settings.privacy is not None:
+            refuse_batch_norm(self._module)
+            if "private" not in vars(type(self.method)):
+                private = "those whose clients train by plain SGD on the labels, such as fedavg, ditto and perada"
+                raise ValueError(f"{self.method.name} has no differentially private form; {private} have one")
 
     def _open_results(self, folder: Path, resume: bool) -> ResultsFolder:
         # A run that was killed early may have left less than a results folder.
@@ -270,6 +292,7 @@ class Federation:
             self.settings.augmentation,
             self.settings.protocol,
             self.settings.personal_cap,
+            self.settings.privacy,
         )
 
     def _make_engine(self) -> Any:
@@ -298,6 +321,7 @@ class Federation:
             "seed": s.seed,
             "participation": s.participation,
             "augmentation": s.augmentation,
+            "privacy": None if s.privacy is None else dataclasses.asdict(s.privacy),
             "new_clients": [s.new_clients, s.join_round],
             "diverged": s.diverged,
             "threads": s.threads,
@@ -616,10 +640,13 @@ class Federation:
     def _evaluate(self, engine: Any, t: int) -> Record:
         s = self.settings
         splits = ("test", "validation") + (("train",) if s.evaluate_train else ())
-        everywhere = ("personal",) if s.personal_global_test else ()
+        everywhere: tuple[str, ...] = ("personal",) if s.personal_global_test else ()
         clients = range(self.partition.clients)
         costs = [sum(len(getattr(self.partition, split)[k]) for split in splits) for k in clients]
-        found = list(engine.map("evaluate", [(k, t, splits, everywhere) for k in clients], costs))
+        if s.prediction_distance:
+            everywhere = (*everywhere, "global") if everywhere else ()
+        arguments = [(k, t, splits, everywhere, s.prediction_distance) for k in clients]
+        found = list(engine.map("evaluate", arguments, costs))
         self.client_rows = [
             {
                 "client": k,

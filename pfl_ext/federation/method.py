@@ -120,6 +120,10 @@ class Method(Options, abc.ABC):
     name: ClassVar[str]
     """What the method is called on the command line."""
 
+    private: ClassVar[bool]
+    """Set where clients touch their samples in :func:`local_sgd` alone, so that a run of it can be made differentially
+    private. Each class says it for itself."""
+
     lr: float = option(0.01, "step size of the local SGD")
     momentum: float = option(0.0, "momentum of the local SGD; it starts anew in each round")
     weight_decay: float = option(0.0, "weight decay of the local SGD")

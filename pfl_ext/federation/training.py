@@ -14,6 +14,7 @@ from pfl_ext.ops import lwsam_perturb_, proximal_sgd_step_, restore_
 from .client import Batch, Client, classification_loss
 from .method import Method
 from .model import WorkingModel
+from .privacy import PRIVATE_STEPS, epsilon, private_gradients, sampling
 
 __all__ = ["Perturb", "fine_tune", "local_length", "local_sgd", "loss_and_gradients"]
 
@@ -64,6 +65,9 @@ def local_sgd(
     With a radius :math:`\rho` it is sharpness-aware: the gradient is that of the same batch at
     :math:`v + \rho\, g / \|g\|_2`, with :math:`g = \nabla L(v)`.
 
+    Where the run is differentially private the gradients are those of :func:`~.privacy.private_gradients`; the proximal
+    term, momentum and weight decay see nothing of the data but them.
+
     Args:
         client: its working model v is trained, from where it is.
         method: gives step size, momentum, weight decay, batch size and how long.
@@ -88,9 +92,25 @@ def local_sgd(
     backup: Tensor | None = None
     total, steps = torch.zeros((), device=model.device), 0
     model.module.train()
-    for batch in client.batches(method.batch_size, name=batches, **length):
-        objective = loss(model(batch.inputs), batch)
-        gradients = list(torch.autograd.grad(objective, params, materialize_grads=True))
+    if client.privacy is not None and (loss is not _labels or rho != 0 or perturb is not None):
+        raise ValueError("differential privacy is for plain SGD on the labels: this training has another loss or steps")
+    drawn = client.batches if client.privacy is None else client.poisson_batches
+    noise = client.stream(f"{batches}/noise")
+    for batch in drawn(method.batch_size, name=batches, **length):
+        if client.privacy is None:
+            objective = loss(model(batch.inputs), batch)
+            gradients = list(torch.autograd.grad(objective, params, materialize_grads=True))
+        else:
+            objective, gradients = private_gradients(
+                model,
+                params,
+                batch.inputs,
+                batch.targets,
+                classification_loss,
+                client.privacy,
+                client.samples * sampling(client.samples, method.batch_size)[0],
+                noise,
+            )
         if rho != 0 or perturb is not None:
             if perturb is None:
                 backup = lwsam_perturb_(params, gradients, rho=rho, backup=backup)
@@ -112,7 +132,17 @@ def local_sgd(
         )
         total += objective.detach()
         steps += 1
+    if client.privacy is not None:
+        _account(client, method, steps)
     return float(total) / steps if steps else math.nan
+
+
+def _account(client: Client, method: Method, steps: int) -> None:
+    """Count these private steps, and report what all of the client's cost: one sum, whatever they trained."""
+    assert client.privacy is not None
+    client[PRIVATE_STEPS] = client[PRIVATE_STEPS] + steps
+    rate, _ = sampling(client.samples, method.batch_size)
+    client.report["epsilon"] = epsilon(rate, client.privacy.noise, int(client[PRIVATE_STEPS]), client.privacy.delta)
 
 
 def fine_tune(client: Client, method: Method, state: Tensor, epochs: int) -> None:

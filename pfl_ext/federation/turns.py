@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.evaluation import classification_metrics
+from pfl_ext.evaluation import classification_metrics, prediction_distance
 
 from .client import Client
 from .mapping import MappedTensor
 from .method import Method
 from .model import WorkingModel
+from .privacy import PRIVATE_STEPS, Privacy
 from .store import ClientStore
 from .streams import seed_of
 
@@ -97,6 +98,7 @@ class Plan:
     """One of :data:`pfl_ext.federation.clock.PROTOCOLS`."""
     personal_cap: int = 0
     """Most personal steps of a turn; 0: no limit."""
+    privacy: Privacy | None = None
 
 
 Vectors = Mapping[str, Tensor | MappedTensor]
@@ -126,23 +128,26 @@ class Turns:
         """See the class."""
         self.method, self.dataset, self.partition, self.store = plan.method, plan.dataset, plan.partition, plan.store
         self.server, self.seed, self.augmentation = plan.server, plan.seed, plan.augmentation
-        self.protocol, self.personal_cap = plan.protocol, plan.personal_cap
+        self.protocol, self.personal_cap, self.privacy = plan.protocol, plan.personal_cap, plan.privacy
         self.deliver: Callable[[int, int, Mapping[str, Tensor]], Vectors] = lambda client, round, vectors: vectors
         self.model = WorkingModel(plan.module, plan.buffers.local, plan.buffers.server)
         stays = self.model.local | self.model.server
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
 
     @staticmethod
-    def kept(method: Method, model: WorkingModel) -> dict[str, Tensor]:
-        """What the store keeps for each client: the method's vectors, and local buffers where there are such."""
+    def kept(method: Method, model: WorkingModel, privacy: Privacy | None = None) -> dict[str, Tensor]:
+        """What the store keeps for each client: the method's vectors, local buffers and private steps if there are."""
         kept = method.client_state(model)
+        if privacy is not None:
+            kept[PRIVATE_STEPS] = torch.zeros(1, dtype=torch.float64)
         if model.local.any():
             kept[_LOCAL_BUFFERS] = model.state()[model.local]
         return kept
 
     def _begin(self, client: int, round: int, names: tuple[str, ...] | None = None) -> tuple[Client, dict[str, Tensor]]:
         seed_layers(seed_of(self.seed, "layers", round, client), self.model.device)
-        turn = Client(client, round, self.model, self.dataset, self.partition, self.store, self.seed, self.augmentation)
+        data = (self.dataset, self.partition, self.store, self.seed, self.augmentation, self.privacy)
+        turn = Client(client, round, self.model, *data)
         received = self.method.sends(self.server, client, self.method.received() if names is None else names)
         if self._has_local and _LOCAL_BUFFERS in turn:
             for name, vector in received.items():
@@ -247,11 +252,20 @@ class Turns:
         return turn, self.method.evaluated(turn, received)
 
     def evaluate(
-        self, client: int, round: int, splits: tuple[str, ...], global_test: tuple[str, ...]
+        self,
+        client: int,
+        round: int,
+        splits: tuple[str, ...],
+        global_test: tuple[str, ...],
+        distance: bool = False,
     ) -> dict[str, float]:
-        """Metrics of the client's models, as ``"personal/test/accuracy"``; never changes what is kept."""
+        """Metrics of the client's models, as ``"personal/test/accuracy"``; never changes what is kept.
+
+        With ``distance`` also how far the personal model's predictions are from the global one's, where there are both.
+        """
         turn, models = self.models(client, round)
         found: dict[str, float] = {}
+        outputs: dict[tuple[str, str], Tensor] = {}
         for name, state in models.items():
             self.model.load(state)
             parts = {split: getattr(turn, split) for split in splits}
@@ -259,8 +273,15 @@ class Turns:
                 parts["global_test"] = self.partition.global_test
             for split, indices in parts.items():
                 if len(indices):
-                    for metric, value in classification_metrics(*turn.logits(indices)).items():
+                    logits, targets = turn.logits(indices)
+                    if distance:
+                        outputs[name, split] = logits
+                    for metric, value in classification_metrics(logits, targets).items():
                         found[f"{name}/{split}/{metric}"] = value
+        for (name, split), logits in outputs.items():
+            if name == "personal" and ("global", split) in outputs:
+                other = outputs["global", split]
+                found[f"personal/{split}/distance"] = prediction_distance(logits, other, self.dataset.multilabel)
         return found
 
     def global_logits(self, part: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,7 @@ def test_the_personal_adapter_is_held_near_w_and_the_local_one_starts_there(turn
     for batch in client.batches(4):
         theta = theta - LR * _gradient(client, theta, batch)
     sent = method.client_round(client, {"adapter": w})
+    method.personal_round(client, {"adapter": w}, sent)
     torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-13)
     torch.testing.assert_close(sent["adapter"], theta, rtol=0, atol=1e-13)
     assert not torch.equal(theta, w)

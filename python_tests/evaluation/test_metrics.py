@@ -117,3 +117,12 @@ def test_an_impossible_target_costs_an_infinite_loss():
 def test_what_does_not_fit_is_named(logits, targets, message):
     with pytest.raises(ValueError, match=message):
         classification_metrics(logits, targets)
+
+
+def test_the_prediction_distance_is_the_l1_distance_of_probabilities_cut_at_one() -> None:
+    from pfl_ext.evaluation import prediction_distance
+
+    p = torch.tensor([[0.8, 0.2], [0.99, 0.01], [0.5, 0.5]], dtype=torch.float64)
+    g = torch.tensor([[0.6, 0.4], [0.01, 0.99], [0.5, 0.5]], dtype=torch.float64)
+    assert prediction_distance(p.log() + 3, g.log()) == pytest.approx((0.4 + 1 + 0) / 3)
+    assert prediction_distance(p.logit(), g.logit(), multilabel=True) == pytest.approx((0.4 + 1 + 0) / 3)
