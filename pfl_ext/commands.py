@@ -407,7 +407,9 @@ def sweep(arguments: Sequence[str]) -> int:
             some = [(label, made) for label, made in point.comparison.experiments() if label in fresh]
             if not some:
                 continue
-            runs, _, _ = _run_all(some, folder / point.folder, parsed)
+            runs, dataset, partition = _run_all(some, folder / point.folder, parsed)
+            if not parsed.no_plots:
+                _draw(runs, folder / point.folder, dataset, partition)
             for row, of_tails in zip(comparison(runs), tails(runs), strict=True):
                 label = str(row["method"])
                 own = {name: value if name in point.applies[label] else None for name, value in point.values.items()}

@@ -97,6 +97,7 @@ def test_a_sweep_over_one_option_is_drawn(tmp_path: Path) -> None:
     arguments.remove("--no-plots")
     assert main(["sweep", "ditto", "fedavg", *arguments]) == 0
     assert (tmp_path / "out" / "sweep.png").read_bytes()[1:4] == b"PNG"
+    assert len(list((tmp_path / "out").rglob("density.png"))) == 2  # a picture of the clients at each point
     assert main(["sweep", "ditto", "fedavg", "--resume", *_config(tmp_path, text)]) == 0  # nothing is left to do
 
 
