@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["DamagedCheckpoint", "ForeignCheckpoint", "load", "newest", "save"]
+__all__ = ["DamagedCheckpoint", "ForeignCheckpoint", "digest", "load", "newest", "save"]
 
 _FORMAT = "pfl_ext checkpoint 1"
 _NAME = re.compile(r"checkpoint-(\d{8})\.safetensors")
@@ -30,7 +30,8 @@ class ForeignCheckpoint(RuntimeError):
     """The file belongs to another run."""
 
 
-def _digest(tensor: Tensor) -> str:
+def digest(tensor: Tensor) -> str:
+    """What tells a tensor's numbers from others."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
 
@@ -52,7 +53,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = json.dumps(
-        {"identity": identity, "state": state, "digests": {name: _digest(tensor) for name, tensor in plain.items()}}
+        {"identity": identity, "state": state, "digests": {name: digest(tensor) for name, tensor in plain.items()}}
     )
     metadata = {
         "format": _FORMAT,
@@ -103,7 +104,7 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
         raise DamagedCheckpoint(f"{path}: its header is damaged")
     content = json.loads(text)
     wrong = [
-        name for name, digest in content["digests"].items() if name not in tensors or _digest(tensors[name]) != digest
+        name for name, known in content["digests"].items() if name not in tensors or digest(tensors[name]) != known
     ]
     if wrong or len(tensors) != len(content["digests"]):
         raise DamagedCheckpoint(f"{path}: {', '.join(wrong[:3]) or 'its list of tensors'} is damaged")

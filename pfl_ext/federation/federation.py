@@ -221,6 +221,8 @@ class Federation:
         self.server.held_out = self.dataset.subset(partition.server) if len(partition.server) else None
         method.prepare_server(self.server)
         self._layout = [[name, list(shape)] for name, shape in zip(layout.names, layout.shapes, strict=True)]
+        # What is frozen, and clients that never took part, have these: a checkpoint does not.
+        self._initial = checkpoint.digest(layout.state())
         self.trained_parameters = method.trained_parameters(layout)
         self.folder = None if folder is None else Path(folder)
         self.results = None if self.folder is None else self._open_results(self.folder, resume)
@@ -318,6 +320,7 @@ class Federation:
             "auxiliary": None if auxiliary is None else [auxiliary.fingerprint, _normalisation(auxiliary)],
             "partition": self.partition.fingerprint,
             "network": self._layout,
+            "initial_weights": self._initial,
             "seed": s.seed,
             "participation": s.participation,
             "augmentation": s.augmentation,

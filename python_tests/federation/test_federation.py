@@ -143,7 +143,7 @@ def test_a_run_that_is_finished_already_resumes_to_its_end(
         Federation(method, network, dataset, partition, Settings(rounds=3), folder=tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("change", ["seed", "lr", "data", "network"])
+@pytest.mark.parametrize("change", ["seed", "lr", "data", "network", "initial weights"])
 def test_a_checkpoint_of_another_run_is_refused(
     change: str, dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
 ) -> None:
@@ -156,6 +156,9 @@ def test_a_checkpoint_of_another_run_is_refused(
     elif change == "data":
         dataset = dataclasses.replace(dataset, inputs=dataset.inputs + 1)
         partition = dataclasses.replace(partition, description={})
+    elif change == "initial weights":
+        network = copy.deepcopy(network)
+        network[0].bias.data[0] += 1  # type: ignore[index]
     else:
         network = nn.Linear(4, 3)
     with pytest.raises(ForeignCheckpoint, match="of another run"):
