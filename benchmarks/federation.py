@@ -15,6 +15,7 @@ import argparse
 import copy
 import dataclasses
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from pfl_ext.federation import Federation, Settings, WorkingModel, stream
 from . import machine, many_clients, report
 from .case import WrongResult
 from .measure import threads
-from .opponents.federation import ClientData, Reported, pfllib_network, pfllib_round, tensor_round
+from .opponents.federation import ClientData, PFLlib, Reported, pfllib_network, tensor_round
 
 __all__ = ["NAME", "SUMMARY", "Setting", "compare", "contestants", "main", "setting"]
 
@@ -152,12 +153,13 @@ def _ours(s: Setting, workers: int) -> Outcome:
 
 
 def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
-    server = pfllib_network(s.network)
-    models = [copy.deepcopy(server) for _ in clients]
-    with threads(cores):
+    with tempfile.TemporaryDirectory(prefix="pfllib-") as folder, threads(cores):
+        run = PFLlib(
+            pfllib_network(s.network), clients, Path(folder), _METHOD.batch_size, lr=_METHOD.lr, classes=classes
+        )
         begin = time.perf_counter()
-        model, reported = pfllib_round(server, models, clients, _METHOD.batch_size, _METHOD.lr, classes)
-        return Outcome(time.perf_counter() - begin, WorkingModel(model).state(), reported)
+        reported = run.round()
+        return Outcome(time.perf_counter() - begin, WorkingModel(run.server).state(), reported)
 
 
 def _tensors(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
@@ -294,9 +296,9 @@ def markdown(lines: Sequence[report.Row]) -> str:
         + f"\n\nOne round of FedAvg as in PFLlib's MNIST quick start, run on {first.shapes}: {first.clients} clients, "
         "Dirichlet 0.1, batches of 10, one local epoch, the CNN of 582,026 parameters, then training loss, test "
         f"accuracy and AUC of every client. Median of {first.rounds}, in turns; all end with the same model. On n "
-        "cores pfl_ext runs n processes of one thread, the others one process of n threads. PFLlib: re-typed, without "
-        "its reading of the clients' files each time. Forward and backward alone: as many passes on the same network "
-        "and memory format, nothing else.\n\n"
+        "cores pfl_ext runs n processes of one thread, the others one process of n threads. PFLlib: re-typed, with its "
+        "clients' files in the system's cache. Forward and backward alone: as many passes on the same network and "
+        "memory format, nothing else.\n\n"
         f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
         f"{first.python}. Reproduce: `pfl-ext bench {NAME}`.\n"
     )
