@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from .adapters import add_adapters, freeze_backbone
+from .fused import FusedSequential
 from .pretrained import load_pretrained
 from .resnet import resnet18, resnet34, resnet50, wide_resnet
 from .vit import vit
@@ -66,13 +67,13 @@ def lenet(input_shape: Sequence[int], classes: int) -> nn.Sequential:
     """Two convolutions and three linear layers; 62,006 parameters for 3x32x32 and 10 classes."""
     convolutions, features = _two_stages(input_shape, "lenet", 6, 16)
     linear = (nn.Linear(features, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes))
-    return nn.Sequential(*convolutions, *linear)
+    return FusedSequential(*convolutions, *linear)
 
 
 def cnn(input_shape: Sequence[int], classes: int) -> nn.Sequential:
     """Two wide convolutions and two linear layers; 582,026 parameters for 1x28x28 and 10 classes."""
     convolutions, features = _two_stages(input_shape, "cnn", 32, 64)
-    return nn.Sequential(*convolutions, nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, classes))
+    return FusedSequential(*convolutions, nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, classes))
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {

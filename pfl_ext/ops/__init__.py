@@ -1,6 +1,7 @@
 """The fused ops, one family a module. Each works on any device; ``pfl-ext info`` shows which kernel serves it."""
 
 from .averaging import StreamingAverage, server_update, weighted_average
+from .convolution import conv_pool_relu
 from .distillation import distillation_loss, ensemble_distillation_loss, ensemble_logits
 from .proximal import proximal_sgd_step_, squared_distance
 from .sharpness import layer_groups, lwsam_perturb_, personalization_scores, restore_
@@ -9,6 +10,7 @@ from .spectral import SpectralTeacher, spectral_divergence, spectrum
 __all__ = [
     "SpectralTeacher",
     "StreamingAverage",
+    "conv_pool_relu",
     "distillation_loss",
     "ensemble_distillation_loss",
     "ensemble_logits",

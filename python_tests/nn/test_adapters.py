@@ -117,7 +117,7 @@ def test_frozen_batch_normalisation_keeps_its_statistics_in_training() -> None:
 
 
 def test_what_cannot_have_adapters_is_refused() -> None:
-    with pytest.raises(ValueError, match="no place for adapters in a Sequential"):
+    with pytest.raises(ValueError, match="no place for adapters in a FusedSequential"):
         _build("lenet", adapters=True)
     with pytest.raises(ValueError, match="has adapters already"):
         nn.add_adapters(_build(adapters=True))

@@ -1,0 +1,103 @@
+// Glue of the convolution family for the CPU key. Schemas: pfl_ext/ops/convolution.py.
+#include "cpu/kernels/convolution.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <memory>
+#include <tuple>
+
+#include "glue/tensor_list.h"
+
+namespace pfl::cpu {
+namespace {
+
+using glue::ScalarType;
+using glue::Tensor;
+
+// Multiplications that are worth waking another thread for.
+constexpr int64_t kFewestParallelProducts = 1 << 20;
+
+DType checked(const char* op, const char* role, const Tensor& t, int64_t dims, const Tensor& like) {
+  const bool floats = t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::Double;
+  if (!floats || t.scalar_type() != like.scalar_type() || !t.is_cpu() || t.dim() != dims || !t.is_contiguous()) {
+    glue::fail(op, ": ", role, " is ", glue::describe(t), "; a contiguous float32 or float64 tensor of ", dims,
+               " dimensions on the CPU is accepted, of the type of the others");
+  }
+  return t.scalar_type() == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
+}
+
+int64_t grain(int64_t tasks, int64_t products) {
+  return products < kFewestParallelProducts ? std::max<int64_t>(tasks, 1) : 1;
+}
+
+std::tuple<Tensor, Tensor> max_pool_relu(const Tensor& x) {
+  const char* op = "pfl_ext::max_pool_relu";
+  const DType dtype = checked(op, "x", x, 4, x);
+  const int64_t samples = x.size(0);
+  const int64_t height = x.size(1);
+  const int64_t width = x.size(2);
+  const int64_t channels = x.size(3);
+  Tensor y = torch::stable::new_empty(x, {samples, height / 2, width / 2, channels});
+  Tensor which = torch::stable::new_empty(x, {samples, height / 2, width / 2, channels}, ScalarType::Byte);
+  const ConvolutionKernels& kernels = convolution();
+  const int64_t rows = samples * (height / 2);
+  const void* from = x.const_data_ptr();
+  void* to = y.mutable_data_ptr();
+  uint8_t* places = static_cast<uint8_t*>(which.mutable_data_ptr());
+  torch::stable::parallel_for(0, rows, grain(rows, x.numel()), [&](int64_t begin, int64_t end) {
+    kernels.pool(dtype, begin, end, height, width, channels, from, to, places);
+  });
+  return {y, which};
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv_pool_relu_backward(const Tensor& grad, const Tensor& which, const Tensor& x,
+                                                           const Tensor& weight, bool for_x) {
+  const char* op = "pfl_ext::conv_pool_relu_backward";
+  const DType dtype = checked(op, "x", x, 4, x);
+  checked(op, "grad", grad, 4, x);
+  checked(op, "weight", weight, 4, x);
+  const ConvolutionShape shape{x.size(0),      x.size(1),      x.size(2),     x.size(3),
+                               weight.size(0), weight.size(1), weight.size(2)};
+  const bool fits = weight.size(3) == shape.inputs && shape.kernel_height <= shape.height &&
+                    shape.kernel_width <= shape.width && grad.size(0) == shape.samples &&
+                    grad.size(1) == shape.cell_rows() && grad.size(2) == shape.cell_columns() &&
+                    grad.size(3) == shape.outputs;
+  if (!fits || which.scalar_type() != ScalarType::Byte || !which.is_cpu() || !which.is_contiguous() ||
+      !glue::equal(which.sizes(), grad.sizes())) {
+    glue::fail(op, ": grad is ", glue::describe(grad), ", which ", glue::describe(which), ", x ", glue::describe(x),
+               ", weight ", glue::describe(weight), "; they do not fit");
+  }
+  Tensor to_weight = torch::stable::new_empty(weight, weight.sizes());
+  Tensor to_bias = torch::stable::new_empty(weight, {shape.outputs});
+  Tensor to_x = torch::stable::new_empty(
+      x, for_x ? std::vector<int64_t>{x.size(0), x.size(1), x.size(2), x.size(3)} : std::vector<int64_t>{0});
+  const ConvolutionKernels& kernels = convolution();
+  const int64_t bytes = kernels.workspace(dtype, shape);
+  const int64_t products = grad.numel() * shape.kernel_height * shape.kernel_width * shape.inputs;
+  const void* gradient = grad.const_data_ptr();
+  const uint8_t* places = static_cast<const uint8_t*>(which.const_data_ptr());
+  void* for_weight = to_weight.mutable_data_ptr();
+  void* for_bias = to_bias.mutable_data_ptr();
+  torch::stable::parallel_for(0, shape.outputs, grain(shape.outputs, products), [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<char[]> workspace(new char[bytes]);
+    kernels.weight_gradient(dtype, shape, begin, end, gradient, places, x.const_data_ptr(), workspace.get(), for_weight,
+                            for_bias);
+  });
+  if (for_x) {
+    void* into = to_x.mutable_data_ptr();
+    torch::stable::parallel_for(0, shape.samples, grain(shape.samples, products), [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<char[]> workspace(new char[bytes]);
+      kernels.input_gradient(dtype, shape, begin, end, gradient, places, weight.const_data_ptr(), workspace.get(),
+                             into);
+    });
+  }
+  return {to_x, to_weight, to_bias};
+}
+
+}  // namespace
+}  // namespace pfl::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
+  m.impl("max_pool_relu", TORCH_BOX(&pfl::cpu::max_pool_relu));
+  m.impl("conv_pool_relu_backward", TORCH_BOX(&pfl::cpu::conv_pool_relu_backward));
+}

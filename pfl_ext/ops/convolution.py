@@ -1,0 +1,160 @@
+r"""A convolution, the largest of each 2x2 cell, and ReLU as one: the block that small networks for images are made of.
+
+:func:`conv_pool_relu` computes
+
+.. math:: y = \max(0, \mathrm{pool}_{2 \times 2}(w * x + b))
+
+Behind the pooling at most one number of four in a cell has a gradient, and none where ReLU cut it off. The backward
+pass sums over those alone, where the layers one by one multiply by the zeros as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import functional as F
+
+from ._arguments import describe
+from ._declare import declare
+
+__all__ = ["conv_pool_relu"]
+
+_NO_KERNEL = {"cuda": "small batches of small images are trained on CPUs; a GPU has the layers one by one"}
+
+
+# ---- the ops, on tensors [samples, height, width, channels] ----------------------------------------------------------
+
+
+def _channels_second(x: Tensor) -> Tensor:
+    return x.permute(0, 3, 1, 2)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """Without a copy for what is in torch's channels-last memory format."""
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def _pool_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    y, places = F.max_pool2d(_channels_second(x), 2, return_indices=True)
+    rows, columns = places // x.shape[2], places % x.shape[2]
+    which = torch.where(y <= 0, 4, rows % 2 * 2 + columns % 2).to(torch.uint8)
+    return _channels_last(F.relu(y)), _channels_last(which)
+
+
+def _pool_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x.new_empty((x.shape[0], x.shape[1] // 2, x.shape[2] // 2, x.shape[3]))
+    return y, torch.empty_like(y, dtype=torch.uint8)
+
+
+_pool = declare(
+    "max_pool_relu(Tensor x) -> (Tensor, Tensor)", reference=_pool_reference, fake=_pool_fake, plain_on=_NO_KERNEL
+)
+
+
+def _backward_reference(
+    grad: Tensor, which: Tensor, x: Tensor, weight: Tensor, for_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As autograd does it: the gradient of the convolution's output in full, zeros included."""
+    height, width = x.shape[1] - weight.shape[1] + 1, x.shape[2] - weight.shape[2] + 1
+    cells = torch.stack([torch.where(which == position, grad, 0) for position in range(4)])
+    samples, rows, columns, outputs = grad.shape
+    full = cells.view(2, 2, samples, rows, columns, outputs).permute(2, 3, 0, 4, 1, 5)
+    full = F.pad(
+        full.reshape(samples, 2 * rows, 2 * columns, outputs), (0, 0, 0, width - 2 * columns, 0, height - 2 * rows)
+    )
+    to_x, to_weight, to_bias = torch.ops.aten.convolution_backward(
+        _channels_second(full),
+        _channels_second(x),
+        _channels_second(weight),
+        [outputs],
+        [1, 1],
+        [0, 0],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+        [for_x, True, True],
+    )
+    return _channels_last(to_x) if for_x else x.new_empty(0), _channels_last(to_weight), to_bias
+
+
+def _backward_fake(
+    grad: Tensor, which: Tensor, x: Tensor, weight: Tensor, for_x: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x) if for_x else x.new_empty(0), torch.empty_like(weight), weight.new_empty(len(weight))
+
+
+_backward = declare(
+    "conv_pool_relu_backward(Tensor grad, Tensor which, Tensor x, Tensor weight, bool for_x) -> "
+    "(Tensor, Tensor, Tensor)",
+    reference=_backward_reference,
+    fake=_backward_fake,
+    plain_on=_NO_KERNEL,
+)
+
+
+# ---- the function ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _has_kernels() -> bool:
+    # Asked at the first call: the library is loaded after the ops are declared. In plain torch the layers are faster.
+    return _backward.has_kernel("CPU")
+
+
+def _layer_by_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(F.max_pool2d(F.conv2d(x, weight, bias), 2))
+
+
+class _ConvPoolReLU(torch.autograd.Function):
+    # Not by register_autograd: this is called in every step, and its wrappers in Python would show.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y, which = _pool(_channels_last(F.conv2d(x, weight, bias)))
+        ctx.save_for_backward(x, weight, bias, which)
+        return _channels_second(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, which = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # create_graph=True: the gradient is to be differentiated again
+            asked = [tensor for tensor, need in zip((x, weight, bias), needed, strict=True) if need]
+            found = iter(torch.autograd.grad(_layer_by_layer(x, weight, bias), asked, grad, create_graph=True))
+            return tuple(next(found) if need else None for need in needed)
+        to_x, to_weight, to_bias = _backward(
+            _channels_last(grad), which, _channels_last(x), _channels_last(weight), needed[0]
+        )
+        return _channels_second(to_x) if needed[0] else None, _channels_second(to_weight), to_bias
+
+
+def conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    r"""``relu(max_pool2d(conv2d(x, weight, bias), 2))``, with a backward pass that leaves out the zeros.
+
+    The result has the bits of those three; the gradients are the same sums in another order. In float32 and float64 on
+    a CPU it is kernels of ours behind torch's convolution; without the native library, on other devices, in other
+    types, inside ``torch.func``'s transforms and for gradients of gradients it is the three layers.
+
+    Args:
+        x: [samples, inputs, height, width].
+        weight: [outputs, inputs, kernel height, kernel width]; stride 1, no padding.
+        bias: [outputs].
+
+    Returns:
+        [samples, outputs, (height - kernel height + 1) // 2, (width - kernel width + 1) // 2], channels last in memory.
+    """
+    if x.dim() != 4 or weight.dim() != 4 or bias.dim() != 1:
+        raise ValueError(
+            "conv_pool_relu takes images [samples, channels, height, width], weights [outputs, channels, height, "
+            f"width] and a bias [outputs]; got {describe(x)}, {describe(weight)} and {describe(bias)}"
+        )
+    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _has_kernels()
+    if not ours or is_functorch_wrapped_tensor(weight) or is_functorch_wrapped_tensor(x):
+        return _layer_by_layer(x, weight, bias)
+    result: Tensor = _ConvPoolReLU.apply(x, weight, bias)
+    return result
