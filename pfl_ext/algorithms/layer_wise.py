@@ -11,7 +11,7 @@ from torch import Tensor
 from pfl_ext.federation import WorkingModel, option
 from pfl_ext.federation.method import Options
 from pfl_ext.federation.model import Each, Layers
-from pfl_ext.ops import lwsam_perturb_
+from pfl_ext.ops import lwsam_perturb_, personalization_scores
 from pfl_ext.ops.sharpness import Norm
 
 __all__ = ["LayerWise"]
@@ -27,6 +27,10 @@ class LayerWise(Options):
     Readings: the printed exponent p - 1 is an option (:func:`pfl_ext.ops.lwsam_perturb_` says why 1/p is the default).
     The scores :math:`\xi_l` add up to 1, as the paper states, so L equal ones are SAM of the radius :math:`\rho / L`;
     with ``full_radius`` they have the mean 1 and equal ones are SAM of the radius :math:`\rho`.
+
+    :math:`\xi_l \propto \|\theta_l - w_l\| / \dim`, as printed, is largest for the smallest layers, whatever has
+    changed in them: where all weights change alike, it falls with the root of the layer's size. ``score="root"``
+    divides by that root, so that such layers score alike.
     """
 
     rho: float = option(0.05, "radius of the perturbation")
@@ -36,6 +40,7 @@ class LayerWise(Options):
     )
     literal_exponent: bool = option(False, "take the exponent p - 1 of the denominator, as printed, in place of 1/p")
     full_radius: bool = option(False, "scores with the mean 1 in place of the sum 1, so that equal ones are SAM")
+    score: str = option("size", "a layer's distance by its size, as printed, or by its root", choices=("size", "root"))
     layers: str = option(
         "module", "what a layer is: weight and bias of a module, or each tensor", choices=("module", "tensor")
     )
@@ -52,6 +57,17 @@ class LayerWise(Options):
     def layers_of(self, model: WorkingModel) -> Layers:
         """The network's layers."""
         return model.layers(cast(Each, self.layers))
+
+    def scores(self, personal: Sequence[Tensor], server: Sequence[Tensor], groups: Sequence[int]) -> Tensor:
+        """:math:`\\xi` of two models, one a layer; their sum is 1, and they are equal where the models are."""
+        scores = personalization_scores(personal, server, groups)
+        if self.score == "root" and not bool((scores == scores[0]).all()):
+            sizes = scores.new_zeros(len(scores))
+            for tensor, group in zip(personal, groups, strict=True):
+                sizes[group] += tensor.numel()
+            scores = scores * sizes.sqrt()
+            scores = scores / scores.sum()
+        return scores
 
     def perturb(
         self,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pfl_ext.federation import Client, local_sgd
-from pfl_ext.ops import personalization_scores
 
 from .layer_wise import LayerWise
 from .pfedhn import PFedHN
@@ -41,7 +40,7 @@ class PLGUGHN(LayerWise, PFedHN):
         received = [p.detach().clone() for p in model.trained]
 
         def perturb(params: list[Tensor], gradients: list[Tensor], backup: Tensor | None) -> Tensor:
-            scores = personalization_scores(params, received, groups)
+            scores = self.scores(params, received, groups)
             return self.perturb(params, gradients, groups, scores, backup)
 
         return local_sgd(client, self, perturb=perturb)

@@ -19,7 +19,7 @@ from pfl_ext.federation import (
     local_sgd,
     option,
 )
-from pfl_ext.ops import personalization_scores, proximal_sgd_step_, restore_
+from pfl_ext.ops import proximal_sgd_step_, restore_
 
 from .fedrep import FedRep
 from .layer_wise import LayerWise
@@ -92,7 +92,7 @@ class PLGUGRep(LayerWise, FedRep):
         for batch in client.batches(self.batch_size, **local_length(self)):
             loss, g = gradients(batch)
             step(g, first=steps == 0)  # (11)
-            scores = personalization_scores(params, received, groups)  # (10)
+            scores = self.scores(params, received, groups)  # (10)
             _, g = gradients(batch)
             backup = self.perturb(params, g, groups, scores, backup)  # (12)
             _, g = gradients(batch)

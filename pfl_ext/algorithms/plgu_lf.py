@@ -20,7 +20,7 @@ from pfl_ext.federation import (
     local_sgd,
     option,
 )
-from pfl_ext.ops import personalization_scores, proximal_sgd_step_, restore_
+from pfl_ext.ops import proximal_sgd_step_, restore_
 
 from .fedavg import average
 from .layer_wise import LayerWise
@@ -101,7 +101,7 @@ class PLGULF(LayerWise, Method):
             )
             return {"model": model.state()}
         theta = self._theta(client, w)
-        scores = personalization_scores(model.tensors(theta), model.tensors(w), layers.groups)
+        scores = self.scores(model.tensors(theta), model.tensors(w), layers.groups)
         personal = scores.argsort(descending=True, stable=True)[:count]
         theta = torch.where(torch.isin(layers.entries, personal), theta, w)
         client["personal"], trained = self._local_steps(client, theta, w, layers.groups, scores)

@@ -163,6 +163,17 @@ def test_equal_scores_are_sam(full_radius: bool) -> None:
         torch.testing.assert_close(none, sam, rtol=0, atol=1e-15)
 
 
+def test_scores_by_the_root_of_the_size_are_root_mean_squares() -> None:
+    personal = [torch.full((n,), 2.0, dtype=torch.float64) for n in (4, 2, 10)]
+    server = [torch.zeros_like(x) for x in personal]
+    server[2] += 1
+    by_size, by_root = (PLGULF(score=score).scores(personal, server, [0, 0, 1]) for score in ("size", "root"))
+    raw = torch.tensor([2 / 6**0.5, 1 / 10**0.5], dtype=torch.float64)
+    torch.testing.assert_close(by_size, raw / raw.sum(), rtol=0, atol=1e-15)
+    torch.testing.assert_close(by_root, torch.tensor([2, 1], dtype=torch.float64) / 3, rtol=0, atol=1e-15)
+    assert PLGULF(score="root").scores(personal, personal, [0, 0, 1]).tolist() == [0.5, 0.5]
+
+
 def test_the_perturbation_follows_norm_exponent_and_ball(turn: Turn) -> None:
     turns, client = turn(PLGULF(personal_layers=1))
     w, kept = _start(turns)
