@@ -63,9 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     size = models[0].nbytes / 2**20
     for protocol, found in seconds.items():
         print(f"{protocol}: {median(found):.3f} s a round")
-    print(
-        f"{parsed.clients} uploads of {size:.0f} MiB a round; the models are {'the same' if same else 'NOT the same'}"
-    )
+    print(f"{parsed.clients} uploads of {size:.0f} MiB a round; models {'are' if same else 'are NOT'} the same")
     print(f"{about['machine']}, torch {about['torch']}, one thread for training")
     return 0 if same else 1
 
