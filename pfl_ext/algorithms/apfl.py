@@ -29,7 +29,9 @@ __all__ = ["APFL"]
 
 @dataclass(frozen=True)
 class APFL(Method):
-    r"""APFL (Deng et al., 2020), Algorithm 1. For each batch of a selected client's epochs, from :math:`w_k = w`:
+    r"""APFL (Deng et al., 2020), Algorithm 1: a mixture of a local model and the global one, with a learnt weight.
+
+    For each batch of a selected client's epochs, from :math:`w_k = w`:
 
     .. math::
         \bar v_k &= \alpha_k v_k + (1 - \alpha_k) w_k \\

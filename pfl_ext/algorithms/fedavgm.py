@@ -16,7 +16,7 @@ __all__ = ["FedAvgM"]
 
 @dataclass(frozen=True)
 class FedAvgM(Method):
-    r"""FedAvgM (Hsu et al., 2019).
+    r"""FedAvgM (Hsu et al., 2019): momentum at the server.
 
     .. math::
         w_k &\leftarrow \text{E epochs of SGD on } L_k \text{ from } w \\

@@ -16,7 +16,7 @@ __all__ = ["FedBABU"]
 
 @dataclass(frozen=True)
 class FedBABU(Method):
-    r"""FedBABU (Oh et al., 2022), Algorithm 1.
+    r"""FedBABU (Oh et al., 2022), Algorithm 1: a body under one fixed head, then fine-tuning.
 
     .. math::
         \theta_k &\leftarrow \text{E epochs of SGD on } L_k(\cdot, h) \text{ from } \theta \\

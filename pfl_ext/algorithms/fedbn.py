@@ -23,7 +23,7 @@ def _norms(model: WorkingModel) -> Tensor:
 
 @dataclass(frozen=True)
 class FedBN(Method):
-    r"""FedBN (Li et al., 2021).
+    r"""FedBN (Li et al., 2021): batch normalisation stays with the client.
 
     .. math::
         (w_k, b_k) &\leftarrow \text{E epochs of SGD on } L_k \text{ from } (w, b_k) \\

@@ -16,7 +16,9 @@ __all__ = ["FedDyn"]
 
 @dataclass(frozen=True)
 class FedDyn(Method):
-    r"""FedDyn (Acar et al., 2021), Algorithm 1, with m clients of which P are selected.
+    r"""FedDyn (Acar et al., 2021), Algorithm 1: a dynamic regulariser at the clients.
+
+    With m clients, of which P are selected:
 
     .. math::
         \theta_k &\leftarrow \arg\min_v \approx L_k(v) - \langle g_k, v \rangle

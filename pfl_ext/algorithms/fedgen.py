@@ -29,9 +29,10 @@ __all__ = ["FedGen"]
 
 @dataclass(frozen=True)
 class FedGen(Method):
-    r"""FedGen (Zhu et al., 2021), Algorithm 1. A model is a predictor (head) :math:`\theta^p` on features z.
+    r"""FedGen (Zhu et al., 2021), Algorithm 1: distillation without data, through a generator of features.
 
-    A selected client takes E epochs of SGD from :math:`\theta` on
+    A model is a predictor (head) :math:`\theta^p` on features z. A selected client takes E epochs of SGD from
+    :math:`\theta` on
 
     .. math:: L_k(\theta_k) + \lambda\, \mathbb{E}_{\hat y \sim \hat p,\, z \sim G(\cdot | \hat y)}\,
         \mathrm{CE}(\hat y, h(z; \theta^p_k))

@@ -16,7 +16,7 @@ __all__ = ["FedPer"]
 
 @dataclass(frozen=True)
 class FedPer(Method):
-    r"""FedPer (Arivazhagan et al., 2019), Algorithms 1 and 2.
+    r"""FedPer (Arivazhagan et al., 2019), Algorithms 1 and 2: the last layers stay with the client.
 
     .. math::
         (B_k, P_k) &\leftarrow \text{E epochs of SGD on } L_k \text{ from } (B, P_k) \\

@@ -35,7 +35,7 @@ class MTL(Method):
 
     name = "mtl"
 
-    lam: float = option(1.0, "lambda, how strongly a client's model is drawn to the mean; 0 is standalone")
+    lam: float = option(0.1, "lambda, how strongly a client's model is drawn to the mean; 0 is standalone")
 
     def __post_init__(self) -> None:
         """Check the options."""

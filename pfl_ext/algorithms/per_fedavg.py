@@ -27,9 +27,10 @@ __all__ = ["PerFedAvg"]
 
 @dataclass(frozen=True)
 class PerFedAvg(Method):
-    r"""Per-FedAvg (Fallah et al., 2020), Algorithm 1: FedAvg of :math:`F_k(w) = L_k(w - \alpha \nabla L_k(w))`.
+    r"""Per-FedAvg (Fallah et al., 2020), Algorithm 1: a global model from which one step leads to a personal one.
 
-    Each step of a selected client takes three independent batches :math:`D, D', D''`:
+    It is FedAvg of :math:`F_k(w) = L_k(w - \alpha \nabla L_k(w))`. Each step of a selected client takes three
+    independent batches :math:`D, D', D''`:
 
     .. math::
         u &= w_k - \alpha \nabla L_k(w_k; D), \qquad g = \nabla L_k(u; D') \\

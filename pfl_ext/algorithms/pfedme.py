@@ -28,7 +28,9 @@ __all__ = ["PFedMe"]
 
 @dataclass(frozen=True)
 class PFedMe(Method):
-    r"""pFedMe (Dinh et al., 2020), Algorithm 1. For each batch of a selected client's epochs, from :math:`w_k = w`:
+    r"""pFedMe (Dinh et al., 2020), Algorithm 1: personal models by Moreau envelopes.
+
+    For each batch of a selected client's epochs, from :math:`w_k = w`:
 
     .. math::
         \theta_k &\leftarrow \theta_k - \eta_\theta\, (\nabla L_k(\theta_k) + \lambda (\theta_k - w_k))
