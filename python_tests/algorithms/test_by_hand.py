@@ -109,11 +109,11 @@ def test_the_proximal_terms_are_not_dead(turn: Turn) -> None:
 
 def test_dittos_personal_model_is_held_near_the_received_one(turn: Turn) -> None:
     lam = 0.5
-    turns, client = turn(Ditto(lr=LR, batch_size=4, lam=lam))
+    turns, client = turn(Ditto(lr=LR, batch_size=4, lam=lam, personal_epochs=2))
     w = turns.server["model"]
     v = w + 0.25
     client["personal"] = v
-    for batch in _steps(client, "personal", 2):
+    for batch in _steps(client, "personal", 4):
         v = v - LR * (_gradient(client, v, batch) + lam * (v - w))
     sent = turns.method.client_round(client, {"model": w})
     turns.method.personal_round(client, {"model": w}, sent)
@@ -133,10 +133,10 @@ def test_standalone_goes_on_from_its_own_model_and_sends_nothing(turn: Turn) -> 
 
 
 def test_fine_tuning_starts_at_the_last_global_model(turn: Turn) -> None:
-    turns, client = turn(FedAvgFT(lr=LR, batch_size=4, fine_tune_epochs=1))
+    turns, client = turn(FedAvgFT(lr=LR, batch_size=4, fine_tune_epochs=2))
     w = turns.server["model"] + 0.1
     v = w.clone()
-    for batch in _steps(client, "fine-tune", 2):
+    for batch in _steps(client, "fine-tune", 4):
         v = v - LR * _gradient(client, v, batch)
     turns.method.personalize(client, {"model": w})
     torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
@@ -183,7 +183,7 @@ def test_the_initial_model_is_no_teacher(turn: Turn) -> None:
 @pytest.mark.parametrize("grid", ["one-by-one", "batched"])
 def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
     temperature, lam = 5.0, 0.75
-    method = _persfl(temperatures=(temperature,), lambdas=(lam,), grid=grid, soft=soft)
+    method = _persfl(temperatures=(temperature,), lambdas=(lam,), grid=grid, soft=soft, distill_lr=0.04)
     turns, client = turn(method)
     teacher = turns.server["model"] + 0.3
     a = teacher.clone()
@@ -197,7 +197,7 @@ def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
             term = F.kl_div(log_p, target, reduction="batchmean") if soft == "kl" else -(target * log_p).sum(-1).mean()
             return (1 - lam) * F.cross_entropy(logits, targets) + lam * temperature**2 * term
 
-        a = a - LR * _gradient(client, a, batch, loss)
+        a = a - 0.04 * _gradient(client, a, batch, loss)
     method.personalize(client, {"model": teacher, "best": teacher})
     torch.testing.assert_close(client["personal"], a, rtol=0, atol=1e-12)
     assert client.report["temperature"] == temperature and client.report["lambda"] == lam

@@ -45,16 +45,15 @@ def _step(client: Client, state: Tensor, teacher: Tensor, lam: float, tau: float
 
 @pytest.mark.parametrize("form", ["normalized", "paper", "generalized"])
 def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) -> None:
-    method = SCD(lr=LR, momentum=0.0, batch_size=4, lam_g=0.3, lam_p=0.2, tau=0.4, form=form)
+    method = SCD(lr=LR, momentum=0.0, batch_size=4, lam_g=0.3, lam_p=0.2, tau=0.4, form=form, personal_epochs=2)
     turns, client = turn(method)
     w = turns.server["model"]
     start = w + 0.1 * torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=w.dtype)
     client["personal"] = start
     generic, personal = w, start
-    batches = list(client.batches(4, epochs=1))
-    for batch in batches:
+    for batch in client.batches(4, epochs=1):
         generic = _step(client, generic, start, 0.3, 0.4, form, batch)
-    for batch in batches:
+    for batch in client.batches(4, epochs=2):
         personal = _step(client, personal, generic, 0.2, 1.0, form, batch)
     sent = _whole_turn(client, method, {"model": w})
     torch.testing.assert_close(sent["model"], generic, rtol=0, atol=1e-11)
