@@ -2,6 +2,7 @@
 
 20 clients, Dirichlet 0.1 by class, a quarter of each client's samples for its test, batches of 10, one local epoch,
 step size 0.005, the CNN of 582,026 parameters; after the round, training loss, test accuracy and AUC of all clients.
+The profile says where our round's time goes in one process.
 
 All contestants begin with the same weights and see the same batches, and end with the same model but for rounding:
 that is checked. What is timed is a round: not reading the data, making clients or starting processes. The columns of
@@ -33,7 +34,7 @@ from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.federation import Federation, Settings, WorkingModel, stream
 
-from . import machine, many_clients, report
+from . import machine, many_clients, report, round_profile
 from .case import WrongResult
 from .measure import threads
 from .opponents.federation import ClientData, PFLlib, Reported, pfllib_network, tensor_round
@@ -136,12 +137,17 @@ def contestants(s: Setting, cores: Sequence[int]) -> list[Racer]:
             Racer("PFLlib", "naive", n, partial(_pfllib, s, clients, classes, n)),
             Racer("loop over tensors", "skilled", n, partial(_tensors, s, clients, classes, n)),
         ]
-    return [*racers, Racer(_LIMIT, "limit", 1, partial(_passes, s, clients))]
+    return [
+        *racers,
+        Racer(_LIMIT, "limit", 1, partial(_passes, s, clients, s.network)),
+        Racer(
+            f"{_LIMIT}, torch's layers", "yardstick", 1, partial(_passes, s, clients, torch.nn.Sequential(*s.network))
+        ),
+    ]
 
 
 def _ours(s: Setting, workers: int) -> Outcome:
-    settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, workers=workers, threads=1)
-    run = Federation(_METHOD, s.network, s.dataset, s.partition, settings)
+    run = _federation(s, workers)
     record = run.run()
     results = record["models"]["global"]
     reported = Reported(
@@ -162,6 +168,11 @@ def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int)
         return Outcome(time.perf_counter() - begin, WorkingModel(run.server).state(), reported)
 
 
+def _federation(s: Setting, workers: int) -> Federation:
+    settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, workers=workers, threads=1)
+    return Federation(_METHOD, s.network, s.dataset, s.partition, settings)
+
+
 def _tensors(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
     server = pfllib_network(s.network)
     with threads(cores):
@@ -170,9 +181,9 @@ def _tensors(s: Setting, clients: Sequence[ClientData], classes: int, cores: int
         return Outcome(time.perf_counter() - begin, WorkingModel(model).state(), reported)
 
 
-def _passes(s: Setting, clients: Sequence[ClientData]) -> Outcome:
+def _passes(s: Setting, clients: Sequence[ClientData], network: torch.nn.Module) -> Outcome:
     """As many passes as a round has, each on the first batch of a client; no step, no metrics, nothing fetched."""
-    model = WorkingModel(copy.deepcopy(s.network))
+    model = WorkingModel(copy.deepcopy(network))
     batch = _METHOD.batch_size
     seconds = 0.0
     with threads(1):
@@ -274,13 +285,60 @@ def rows(s: Setting, what: str, results: Sequence[tuple[Racer, list[float], Repo
     return made
 
 
-def markdown(lines: Sequence[report.Row]) -> str:
-    """The table, and what a reader needs to judge it."""
+def profile_rows(s: Setting, what: str, repeats: int) -> list[report.Row]:
+    """Lines of the CSV file for the parts of our round in one process; ``share_of_bandwidth`` is a part's share."""
+    about = machine.describe()
+    found = [round_profile.profile(_federation(s, 1)) for _ in range(repeats)]
+    whole = median(sum(spent.values()) for spent in found)
+    made = []
+    for part in round_profile.PARTS:
+        times = [spent[part] for spent in found]
+        q25, middle, q75 = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        unknown = float("nan")
+        made.append(
+            report.Row(
+                family=NAME,
+                op="profile",
+                shapes=what,
+                clients=s.partition.clients,
+                dtype="float32",
+                threads=1,
+                contestant=part,
+                kind="part",
+                median_ms=middle * 1e3,
+                q25_ms=q25 * 1e3,
+                q75_ms=q75 * 1e3,
+                min_ms=min(times) * 1e3,
+                rounds=len(times),
+                ratio_to_ours=unknown,
+                ratio_of_medians=unknown,
+                limit_ms=unknown,
+                share_of_bandwidth=middle / whole,
+                read_bandwidth_gb_s=unknown,
+                peak_extra_mib=None,
+                **about,
+            )
+        )
+    return made
+
+
+def _profile_table(lines: Sequence[report.Row]) -> str:
+    table = [["where our time on one core goes", "seconds", "share"], ["---", "--:", "--:"]]
+    table += [[row.contestant, f"{row.median_ms / 1e3:.2f}", f"{row.share_of_bandwidth:.1%}"] for row in lines]
+    passes = sum(row.share_of_bandwidth for row in lines if row.contestant in round_profile.PASSES)
+    table.append(["**not forward and backward passes**", "", f"**{1 - passes:.1%}**"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in table)
+
+
+def markdown(every: Sequence[report.Row]) -> str:
+    """The tables, and what a reader needs to judge them."""
+    lines = [row for row in every if row.op == "round"]
+    parts = [row for row in every if row.op == "profile"]
     first = lines[0]
     header = ["", "cores", "seconds a round", "pfl_ext is faster by", "of it forward and backward"]
     table = [header, ["---", "--:", "--:", "--:", "--:"]]
     for row in lines:
-        limit = row.kind == "limit"
+        limit = row.kind in ("limit", "yardstick")
         table.append(
             [
                 row.contestant,
@@ -297,9 +355,10 @@ def markdown(lines: Sequence[report.Row]) -> str:
         "Dirichlet 0.1, batches of 10, one local epoch, the CNN of 582,026 parameters, then training loss, test "
         f"accuracy and AUC of every client. Median of {first.rounds}, in turns; all end with the same model. On n "
         "cores pfl_ext runs n processes of one thread, the others one process of n threads. PFLlib: re-typed, with its "
-        "clients' files in the system's cache. Forward and backward alone: as many passes on the same network and "
-        "memory format, nothing else.\n\n"
-        f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
+        "clients' files in the system's cache. Forward and backward alone: as many passes on our network in our "
+        "memory format, or on the same layers run one by one, nothing else.\n\n"
+        + (_profile_table(parts) + "\n\n" if parts else "")
+        + f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
         f"{first.python}. Reproduce: `pfl-ext bench {NAME}`.\n"
     )
 
@@ -357,7 +416,7 @@ def _race(arguments: argparse.Namespace) -> list[report.Row]:
                 f"training loss {reported.train_loss:.4f}",
                 file=sys.stderr,
             )
-    return rows(s, what, results)
+    return rows(s, what, results) + profile_rows(s, what, repeats)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pfl_ext.benchmarks import federation, harness, many_clients, report
+from pfl_ext.benchmarks import federation, harness, many_clients, report, round_profile
 from pfl_ext.benchmarks.case import WrongResult
 from pfl_ext.benchmarks.federation import Racer
 from pfl_ext.benchmarks.opponents import federation as opponents
@@ -45,7 +45,7 @@ def test_all_contestants_end_with_the_same_model_and_report_the_same(small, outc
 
 def test_a_contestant_that_sees_other_batches_is_found_out(small):
     clients = [dataclasses.replace(c, order=c.order.flip(0)) for c in small.clients()]
-    ours, _, tensors, _ = federation.contestants(small, [1])
+    ours, _, tensors, *_ = federation.contestants(small, [1])
     other = Racer(tensors.name, tensors.kind, 1, lambda: federation._tensors(small, clients, 10, 1))
     with pytest.raises(WrongResult, match=r"loop over tensors, 1 core: its model is .* from ours"):
         federation.compare(small, [ours, other], 1)
@@ -68,6 +68,29 @@ def test_rows_say_what_ran_and_how_far_from_the_passes_alone(small):
     text = federation.markdown(lines)
     assert "| pfl_ext | 1 | 3.00 | - | 50% |" in text and "| PFLlib | 1 | 7.00 | 2.50x | - |" in text
     assert "some samples: 3 clients" in text
+
+
+def test_the_profile_accounts_for_all_of_a_round(small):
+    lines = federation.profile_rows(small, "some samples", 1)
+    assert [line.contestant for line in lines] == list(round_profile.PARTS)
+    assert all(line.median_ms > 0 for line in lines)
+    assert sum(line.share_of_bandwidth for line in lines) == pytest.approx(1)
+    racers = [Racer("pfl_ext", "ours", 1, None), Racer("alone", "limit", 1, None)]
+    text = federation.markdown(federation.rows(small, "x", [(r, [1.0], None) for r in racers]) + lines)
+    assert "| training, backward |" in text and "**not forward and backward passes**" in text
+
+
+def test_pfllib_opens_its_files_for_every_use_and_ends_where_a_loop_over_them_does(small, tmp_path: Path, monkeypatch):
+    opened = []
+    load = opponents.np.load
+    monkeypatch.setattr(opponents.np, "load", lambda file: opened.append(Path(file.name).parent.name) or load(file))
+    clients = small.clients()
+    run = opponents.PFLlib(opponents.pfllib_network(small.network), clients, tmp_path, 10, 0.005, 10)
+    run.round()
+    assert sorted(opened) == ["test"] * 3 + ["train"] * 6
+    other, _ = opponents.tensor_round(opponents.pfllib_network(small.network), clients, 10, 0.005, 10)
+    for p, q in zip(run.server.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 def test_the_table_of_a_file_goes_into_a_readme(small, tmp_path: Path, capsys):
