@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pfl_ext.comparison import Comparison, method_of, points
+from pfl_ext.comparison import Comparison, method_of, points, variant
 from pfl_ext.experiment import method_options
 
 if sys.version_info >= (3, 11):
@@ -22,17 +22,18 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.toml"))
 SMALL = [path for path in FILES if path.stem.endswith("-small")]
 SHAPES = {"mnist": (28, 28), "fashion-mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
-TINY = {  # where a method has the option
+# Where a method has the option: no more than this, and what is off stays off.
+TINY = {
     "local_epochs": 1,
-    "local_steps": 1,
-    "batch_size": 4,
+    "batch_size": 16,
     "personal_epochs": 1,
     "head_epochs": 1,
     "fine_tune_epochs": 1,
     "distill_epochs": 1,
-    "temperatures": (1.0,),
-    "lambdas": (0.5,),
+    "kd_steps": 1,
+    "kd_batch_size": 4,
 }
+FIXED = {"local_steps": 1, "temperatures": (1.0,), "lambdas": (0.5,)}
 
 
 def _id(path: Path) -> str:
@@ -61,13 +62,14 @@ def test_every_paper_scale_file_has_a_scaled_down_twin(path: Path) -> None:
     assert path.with_name(f"{twin.stem}-small.toml").exists() and twin.exists()
 
 
-def _made_up(shape: tuple[int, ...], path: Path) -> str:
-    """A file of ten classes with 16 training and 6 test images each."""
+def _made_up(shape: tuple[int, ...], path: Path, domains: Sequence[str] = ()) -> str:
+    """A file of ten classes with 16 training and 4 test images each, or as many in each domain."""
     random = np.random.default_rng(0)
+    parts = {f"_{domain}": 16 for domain in domains} or {"_train": 16, "_test": 4}
     arrays = {}
-    for part, each in (("train", 16), ("test", 6)):
-        arrays[f"x_{part}"] = random.integers(0, 256, (10 * each, *shape), dtype=np.uint8)
-        arrays[f"y_{part}"] = np.tile(np.arange(10), each)
+    for part, each in parts.items():
+        arrays[f"x{part}"] = random.integers(0, 256, (10 * each, *shape), dtype=np.uint8)
+        arrays[f"y{part}"] = np.tile(np.arange(10), each)
     np.savez(path, **arrays)
     return f"npz:{path}"
 
@@ -75,17 +77,26 @@ def _made_up(shape: tuple[int, ...], path: Path) -> str:
 def _tiny(comparison: Comparison, folder: Path) -> Comparison:
     """The same methods and variants on a few samples of four clients, for one round."""
     sections = {name: dict(table) for name, table in comparison.sections.items()}
+    domains = "abcd" if sections["partition"].get("name") == "by_domain" else ""
     for name in ("name", "auxiliary"):
-        if name in sections["data"]:
-            shape = SHAPES[sections["data"][name]]
-            sections["data"][name] = _made_up(shape, folder / f"{name}.npz")
-    sections["partition"] |= {"clients": 4, **({"server": 0.0} if "server" in sections["partition"] else {})}
+        source = sections["data"].get(name, "server")
+        if source != "server":
+            path = folder / f"{name}.npz"
+            sections["data"][name] = _made_up(SHAPES.get(source, (64, 64, 3)), path, domains if name == "name" else "")
+    for name in ("train_samples", "test_samples", "auxiliary_samples"):
+        sections["data"].pop(name, None)
+    cut = sections["partition"]
+    cut["clients"] = 4
+    if cut.get("server", 0.0) > 0.5:  # a way to use a part of the data
+        cut["server"] = 0.0
     for own in (sections["federation"], *(t for t in sections["federation"].values() if isinstance(t, dict))):
         own.update({"rounds": 1, "workers": 1, "participation": 1.0, "new_clients": 0})
     sections.setdefault("method", {})
     for label in comparison.labels:
         known = method_options(method_of(label, sections))
-        own = {name: value for name, value in TINY.items() if name in known}
+        asked = variant(sections, label)["method"]
+        own = {name: min(most, asked.get(name, known[name].default)) for name, most in TINY.items() if name in known}
+        own |= {name: value for name, value in FIXED.items() if name in known}
         sections["method"][label] = {**sections["method"].get(label, {}), **own}
     return Comparison(sections, comparison.labels, (0,))
 
