@@ -329,13 +329,15 @@ class Federation:
             "diverged": s.diverged,
             "threads": s.threads,
             "device": s.device,
-            "personal_cap": s.personal_cap,
-            # Elsewhere neither decides what the models become.
-            **({"protocol": s.protocol, "clock": self._clock.devices} if self._by_the_clock() else {}),
+            **({"personal_cap": s.personal_cap} if s.personal_cap else {}),
+            **self._by_the_clock(),
         }
 
-    def _by_the_clock(self) -> bool:
-        return self._flight is not None or self.settings.protocol == "until-arrival"
+    def _by_the_clock(self) -> dict[str, Any]:
+        """Protocol and clock, where they decide what the models become."""
+        if self._flight is None and self.settings.protocol != "until-arrival":
+            return {}
+        return {"protocol": self.settings.protocol, "clock": [self._clock.aggregation, *self._clock.devices]}
 
     def save(self) -> None:
         """Write a checkpoint, if the run has a folder."""
@@ -507,11 +509,11 @@ class Federation:
             (work.client, t, {name: opened(vector) for name, vector in sent.items()}, samples)
             for work, sent, samples in zip(works, vectors, room, strict=True)
         ]
-        turns = engine.map("train_until_arrival", arguments, room)
-        return [
-            work if self._is_dropped(turned) else self._work(work.client, turned, 0, work)
-            for work, turned in zip(works, turns, strict=True)
-        ]
+        found = []
+        for work, turned in zip(works, engine.map("train_until_arrival", arguments, room), strict=True):
+            dropped = self._is_dropped(turned)
+            found.append(work if dropped else work._replace(personal=self._work(work.client, turned, 0).personal))
+        return found
 
     def _turns_in_flight(self, engine: Any, t: int) -> _Arrived:
         """Clients begin and end by the clock, until the server has as many uploads as it takes for an update."""
@@ -552,11 +554,9 @@ class Federation:
             raise turned
         return isinstance(turned, Diverged)
 
-    def _work(self, client: int, turned: Turned, down: int, before: Work | None = None) -> Work:
-        """Keep a turn's report; returns what it did, with what it did ``before`` the personal part."""
+    def _work(self, client: int, turned: Turned, down: int) -> Work:
+        """Keep a turn's report; returns what it did."""
         self.reports[client] |= turned.report
-        if before is not None:
-            return before._replace(personal=turned.trained["personal"])
         up = sum(vector.nbytes for vector in turned.sent.values())
         return Work(client, turned.trained["generic"], turned.trained["personal"], up, down)
 
