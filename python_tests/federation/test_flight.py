@@ -134,13 +134,14 @@ def test_what_is_in_flight_is_saved(
     torch.manual_seed(1)
     wide = nn.Sequential(nn.Linear(4, 3000), nn.ReLU(), nn.Linear(3000, 3))
     method = FedBuff(**QUICK, buffer=2, personal_epochs=4)
-    settings = Settings(rounds=8, protocol=protocol, store=store, **SPREAD)
+    settings = Settings(rounds=8, protocol=protocol, store=store, **{**SPREAD, "clock_compute": 0.3})
     whole = Federation(method, wide, dataset, partition, settings)
     whole.run()
     half = dataclasses.replace(settings, rounds=3)
     Federation(method, wide, dataset, partition, half, folder=tmp_path).run()
     resumed = Federation(method, wide, dataset, partition, settings, folder=tmp_path, resume=True)
-    assert any(turn.version < 3 for turn in resumed._flight._turns)  # type: ignore[union-attr]
+    flying = resumed._flight._turns  # type: ignore[union-attr]
+    assert any(turn.version < 3 for turn in flying) and any(turn.kept for turn in flying)
     resumed.run()
     _assert_same(resumed, whole)
 
