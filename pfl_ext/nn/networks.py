@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .adapters import add_adapters, freeze_backbone
 from .fused import FusedSequential
@@ -76,6 +78,34 @@ def cnn(input_shape: Sequence[int], classes: int) -> nn.Sequential:
     return FusedSequential(*convolutions, nn.Linear(features, 512), nn.ReLU(), nn.Linear(512, classes))
 
 
+@dataclass(frozen=True)
+class ScaledInput:
+    """Scales the images that enter a network, before its first layer; a hook, so that no tensor changes its name."""
+
+    size: int = 0
+    """Height and width; 0: as they are."""
+    channels: int = 0
+    """How many, of one; 0: as they are."""
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an image inside."""
+        if not (self.size or self.channels):
+            return tuple(shape)
+        if len(shape) != 3 or self.size < 0 or (self.channels and shape[0] not in (1, self.channels)):
+            raise ValueError(
+                f"images {list(shape)} to {self.channels} channels and the size {self.size}; accepted are images "
+                "[channels, height, width] with one channel, or as many"
+            )
+        return self.channels or shape[0], self.size or shape[1], self.size or shape[2]
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The scaled images."""
+        (x,) = inputs
+        if self.size and x.shape[-1] != self.size:
+            x = F.interpolate(x, (self.size, self.size), mode="bilinear", align_corners=False)
+        return x.expand(-1, self.channels, -1, -1) if self.channels and x.shape[1] != self.channels else x
+
+
 NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
     "lenet": lenet,
@@ -97,6 +127,10 @@ def build(
     classes: int,
     generator: torch.Generator,
     *,
+    input_size: Annotated[
+        int, "scale images to this height and width on their way into the network; 0: as they are"
+    ] = 0,
+    input_channels: Annotated[int, "give grey images so many equal channels (3 for pretrained weights); 0: as are"] = 0,
     pretrained: Annotated[
         str | None, "weights to begin with: a safetensors or torch file, or torchvision:ResNet18_Weights.IMAGENET1K_V1"
     ] = None,
@@ -122,6 +156,7 @@ def build(
         input_shape: without the batch.
         classes: how many.
         generator: gives the weights.
+        input_size, input_channels: see :class:`ScaledInput`. Data stay as they are: CIFAR-10 at 224 px takes 9 GB.
         pretrained, pretrained_statistics: see :func:`load_pretrained`.
         adapters, adapter_dropout, adapter_width: see :func:`add_adapters`.
         freeze, frozen_statistics: see :func:`freeze_backbone`.
@@ -132,11 +167,14 @@ def build(
             "without the pretrained statistics those of frozen batch normalisation would stay at 0 and 1: "
             "use frozen_statistics=false with pretrained_statistics=false"
         )
+    scaled = ScaledInput(input_size, input_channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        network = NETWORKS[name](input_shape, classes, **own)
+        network = NETWORKS[name](scaled.shape(input_shape), classes, **own)
         if pretrained is not None:
             load_pretrained(network, pretrained, pretrained_statistics)
         if adapters:
             add_adapters(network, adapter_dropout, adapter_width)
+    if input_size or input_channels:
+        network.register_forward_pre_hook(scaled)
     return freeze_backbone(network, frozen_statistics) if freeze == "backbone" else network

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -55,3 +58,19 @@ def test_pooling_before_the_relu_gives_the_bits_of_the_papers_order(memory_forma
 
 def test_the_smallest_accepted_image_works() -> None:
     assert nn.lenet((1, 16, 16), 4)(torch.zeros(1, 1, 16, 16)).shape == (1, 4)
+
+
+def test_images_are_scaled_on_their_way_into_a_network() -> None:
+    generator = torch.Generator().manual_seed(0)
+    network = nn.build("resnet18", (1, 28, 28), 4, generator, input_size=32, input_channels=3)
+    plain = nn.build("resnet18", (3, 32, 32), 4, torch.Generator().manual_seed(0))
+    assert list(network.state_dict()) == list(plain.state_dict())
+    x = torch.randn(2, 1, 28, 28)
+    scaled = torch.nn.functional.interpolate(x, (32, 32), mode="bilinear").expand(-1, 3, -1, -1)
+    assert torch.equal(network.eval()(x), plain.eval()(scaled))
+    assert torch.equal(copy.deepcopy(network)(x), network(x))
+    assert torch.equal(pickle.loads(pickle.dumps(network))(x), network(x))  # as workers get it
+    each = torch.func.vmap(lambda one: network(one[None])[0])(x)  # as gradients of single samples need it
+    torch.testing.assert_close(each, network(x))
+    with pytest.raises(ValueError, match=r"images \[2, 28, 28\] to 3 channels"):
+        nn.build("resnet18", (2, 28, 28), 4, generator, input_channels=3)
