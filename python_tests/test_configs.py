@@ -63,9 +63,9 @@ def test_every_paper_scale_file_has_a_scaled_down_twin(path: Path) -> None:
 
 
 def _made_up(shape: tuple[int, ...], path: Path, domains: Sequence[str] = ()) -> str:
-    """A file of ten classes with 16 training and 4 test images each, or as many in each domain."""
+    """A file of ten classes with 16 training and 4 test images each, or with 4 in each domain."""
     random = np.random.default_rng(0)
-    parts = {f"_{domain}": 16 for domain in domains} or {"_train": 16, "_test": 4}
+    parts = {f"_{domain}": 4 for domain in domains} or {"_train": 16, "_test": 4}
     arrays = {}
     for part, each in parts.items():
         arrays[f"x{part}"] = random.integers(0, 256, (10 * each, *shape), dtype=np.uint8)
