@@ -152,3 +152,5 @@ class Family:
     plan: Callable[[Grid], list[Spec]]
     cases: Callable[[Iterable[Spec]], Iterator[Case | Skipped]]
     """Builds the cases one by one; those that share data must follow each other in the plan."""
+    counted: str = "clients"
+    """What the numbers of ``clients`` count, in the words of this family."""

@@ -144,6 +144,7 @@ FAMILY = Family(
     },
     shapes=tuple(_SHAPES),
     clients=(8, 20),
+    counted="teachers",
     dtypes=("float32", "float64", "bfloat16"),
     plan=_plan,
     cases=_cases,

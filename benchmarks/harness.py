@@ -225,6 +225,6 @@ def _report(family: Family, path: Path, table: bool, plot: Path | None, readme: 
     if plot is not None:
         from .plot import draw  # matplotlib is optional
 
-        draw(rows, plot)
+        draw(rows, plot, family.counted)
     if readme is not None:
         report.put_into(readme, family.name, text)

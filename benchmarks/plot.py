@@ -13,8 +13,13 @@ _COLOURS = {"ours": "#0b6e4f", "skilled": "#8da0b6", "naive": "#d9a066"}
 _FORMATS = (".png", ".svg")
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path, counted: str = "clients") -> None:
     """Draw the first op with all threads in float32 (or the file's first dtype): shape sets down, clients across.
+
+    Args:
+        rows: of one CSV file.
+        path: the picture, a .png or .svg.
+        counted: what the family calls its clients.
 
     Raises:
         ImportError: without matplotlib.
@@ -46,7 +51,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for case in cases:
         panel = panels[shape_sets.index(case[0].shapes)][clients.index(case[0].clients)]
         panel.set_visible(True)
-        panel.set_title(f"{case[0].shapes}, {case[0].clients} clients", fontsize=10, loc="left")
+        panel.set_title(f"{case[0].shapes}, {case[0].clients} {counted}", fontsize=10, loc="left")
         limit = case[0].limit_ms
         low = min(limit, *(row.q25_ms for row in case)) / 2
         high = max(row.q75_ms for row in case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import flower_weights
 import torch
 from flwr.client import NumPyClient
 from flwr.common import FitRes, NDArrays, Parameters, Scalar, parameters_to_ndarrays
@@ -14,11 +15,6 @@ from torch import Tensor, nn
 from pfl_ext.ops import SpectralTeacher, spectral_divergence
 
 LAMBDA_GENERIC, LAMBDA_PERSONAL, TAU = 0.05, 0.01, 0.4
-
-
-def arrays_of(model: nn.Module) -> NDArrays:
-    """A model's weights as Flower sends them."""
-    return [x.detach().cpu().numpy().copy() for x in model.parameters()]
 
 
 def vector_of(arrays: NDArrays) -> Tensor:
@@ -66,9 +62,11 @@ class CoDistillationClient(NumPyClient):
 
     def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
         """Train the generic model towards the low end of the personal spectrum, then the personal one towards it."""
-        with torch.no_grad():
-            for x, array in zip(self.generic.parameters(), parameters, strict=True):
-                x.copy_(torch.from_numpy(array.copy()))
+        flower_weights.load(self.generic, parameters)
         generic = self._train(self.generic, SpectralTeacher(self.personal.parameters(), tau=TAU), LAMBDA_GENERIC)
         personal = self._train(self.personal, SpectralTeacher(self.generic.parameters()), LAMBDA_PERSONAL)
-        return arrays_of(self.generic), len(self.labels), {"generic_loss": generic, "personal_loss": personal}
+        return (
+            flower_weights.arrays_of(self.generic),
+            len(self.labels),
+            {"generic_loss": generic, "personal_loss": personal},
+        )

@@ -139,6 +139,18 @@ def test_a_plot_is_drawn(fixture_csv, tmp_path, suffix):
     assert (tmp_path / f"plot.{suffix}").stat().st_size > 1000
 
 
+def test_a_plot_uses_the_familys_word_for_what_is_counted(fixture_csv, tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib import rc_context
+
+    from pfl_ext.benchmarks.plot import draw
+
+    with rc_context({"svg.fonttype": "none"}):  # letters, not their outlines
+        draw(report.read_csv(fixture_csv), tmp_path / "plot.svg", "teachers")
+    text = (tmp_path / "plot.svg").read_text()
+    assert " teachers<" in text and " clients<" not in text
+
+
 def test_a_plot_in_another_format_is_refused(fixture_csv, tmp_path):
     from pfl_ext.benchmarks.plot import draw
 
