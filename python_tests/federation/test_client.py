@@ -65,3 +65,14 @@ def test_logits_leave_the_models_mode_and_do_not_depend_on_how_many_are_asked_fo
     assert not logits.requires_grad
     one, _ = client.logits(client.train[:1])
     torch.testing.assert_close(one[0], logits[0])
+
+
+def test_logits_are_those_of_evaluation_whatever_mode_the_model_is_in(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    module = nn.Sequential(network, nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
+    client = Client(0, 1, WorkingModel(module), dataset, partition, ClientStore(6, {}), seed=0)
+    before = client.model.state()
+    logits, _ = client.logits(client.train)
+    assert torch.equal(client.model.state(), before)  # no statistics were updated
+    assert torch.equal(logits, module.eval()(dataset.batch(client.train)[0]))

@@ -329,6 +329,7 @@ def test_late_clients_take_no_part_before_they_join_and_are_reported_apart(
     assert last["models"]["personal"]["test"]["accuracy"]["count"] == 4
     assert last["new_clients"]["personal"]["test"]["accuracy"]["count"] == 2
     assert never.store.written(5, "personal")
+    assert all("fine_tune_loss" in row for row in never.client_rows)
     later = Federation(FedAvg(**QUICK), network, dataset, partition, Settings(rounds=3, new_clients=2, join_round=3))
     later.run()
     assert [max(record["clients"]) for record in later.records] == [3, 3, 5]
@@ -366,6 +367,23 @@ def test_the_users_network_and_random_state_are_left_alone(
     Federation(FedAvg(**QUICK), network, dataset, partition, Settings(rounds=1)).run()
     assert all(torch.equal(p, q) for p, q in zip(network.parameters(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_that_draw_see_other_numbers_in_each_round_and_for_each_client(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    @dataclass(frozen=True)
+    class Drawing(FedAvg):
+        def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            client.report["drawn"] = torch.rand(()).item()
+            return {"model": received["model"].clone()}
+
+    def drawn(rounds: int) -> list[float]:
+        run = Federation(Drawing(), network, dataset, partition, Settings(rounds=rounds))
+        run.run()
+        return [row["drawn"] for row in run.client_rows]
+
+    assert drawn(2) == drawn(2) and len({*drawn(1), *drawn(2)}) == 2 * 6
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ def test_an_unwritten_row_reads_as_the_initial_vector(folder: Path | None) -> No
 def test_what_is_read_is_a_copy(folder: Path | None) -> None:
     store = ClientStore(1, {"v": torch.zeros(2)}, folder)
     store.read(0, "v").fill_(9)
+    assert store.read(0, "v").tolist() == [0, 0]
     store.write(0, "v", torch.ones(2))
     store.read(0, "v").fill_(9)
     assert store.read(0, "v").tolist() == [1, 1]
