@@ -173,30 +173,33 @@ void weight_gradient(const ConvolutionShape& s, int64_t begin, int64_t end, cons
                      const T* x, Term<T>* terms, T* to_weight, T* to_bias) {
   const int64_t length = s.kernel_width * s.inputs;
   const int64_t patch = s.kernel_height * length;
-  const int64_t most = s.samples * s.cells();
-  const Cut<T, false> cut(s.kernel_height, length);
-  for (int64_t first = begin; first < end; first += kOutputs) {
-    const int64_t outputs = end - first < kOutputs ? end - first : kOutputs;
-    int64_t count[kOutputs] = {};
-    for (int64_t n = 0; n < s.samples; ++n) {
+  const int64_t most = s.cells() + 1;
+  const Cut<T, true> cut(s.kernel_height, length);
+  memset(to_weight + begin * patch, 0, (end - begin) * patch * sizeof(T));
+  memset(to_bias + begin, 0, (end - begin) * sizeof(T));
+  // Sample by sample: one stays in the first-level cache, a batch would not.
+  for (int64_t n = 0; n < s.samples; ++n) {
+    const T* sample = x + n * s.height * s.width * s.inputs;
+    for (int64_t first = begin; first < end; first += kOutputs) {
+      const int64_t outputs = end - first < kOutputs ? end - first : kOutputs;
+      int64_t count[kOutputs] = {};
       for (int64_t cell = 0; cell < s.cells(); ++cell) {
-        const int64_t sample = n * s.height * s.width * s.inputs;
-        const int64_t offsets[5] = {sample + s.patch(cell, 0), sample + s.patch(cell, 1), sample + s.patch(cell, 2),
-                                    sample + s.patch(cell, 3), 0};
+        const int64_t offsets[5] = {s.patch(cell, 0), s.patch(cell, 1), s.patch(cell, 2), s.patch(cell, 3), 0};
         const int64_t at = (n * s.cells() + cell) * s.outputs + first;
         for (int64_t o = 0; o < outputs; ++o) {
           // Written in any case and counted only if it is one, which takes no branch.
-          terms[o * (most + 1) + count[o]] = {grad[at + o], offsets[which[at + o]]};
+          terms[o * most + count[o]] = {grad[at + o], offsets[which[at + o]]};
           count[o] += which[at + o] < 4;
         }
       }
-    }
-    for (int64_t o = 0; o < outputs; ++o) {
-      const Term<T>* own = terms + o * (most + 1);
-      cut(own, count[o], x, s.width * s.inputs, to_weight + (first + o) * patch, length, 0, s.kernel_height);
-      T total = 0;
-      for (int64_t i = 0; i < count[o]; ++i) total += own[i].factor;
-      to_bias[first + o] = total;
+      for (int64_t o = 0; o < outputs; ++o) {
+        const Term<T>* own = terms + o * most;
+        if (count[o] == 0) continue;
+        cut(own, count[o], sample, s.width * s.inputs, to_weight + (first + o) * patch, length, 0, s.kernel_height);
+        T total = to_bias[first + o];
+        for (int64_t i = 0; i < count[o]; ++i) total += own[i].factor;
+        to_bias[first + o] = total;
+      }
     }
   }
 }
@@ -324,7 +327,7 @@ void pool(DType dtype, int64_t begin, int64_t end, int64_t height, int64_t width
 
 int64_t workspace(DType dtype, const ConvolutionShape& s) {
   const int64_t term = dtype == DType::kFloat64 ? sizeof(Term<double>) : sizeof(Term<float>);
-  const int64_t for_weight = kOutputs * (s.samples * s.cells() + 1) * term;
+  const int64_t for_weight = kOutputs * (s.cells() + 1) * term;
   const int64_t for_input = (s.cells() * s.outputs + 1) * term + 4 * s.cells() * static_cast<int64_t>(sizeof(int64_t));
   return for_weight > for_input ? for_weight : for_input;
 }
