@@ -35,7 +35,8 @@ class PFedHN(Method):
 
     Readings: the paper's rounds have one client; of several the mean of their gradients is taken, which is the gradient
     of its objective. As in the official code the server takes SGD steps with momentum and weight decay, and the norm
-    of the whole gradient is cut at ``clip``. Only trained parameters are generated; buffers are averaged.
+    of its gradient and of those of the clients' steps is cut at ``clip``. Only trained parameters are generated;
+    buffers are averaged.
 
     The heads are large: see :class:`~pfl_ext.nn.HyperNetwork`.
     """
@@ -49,7 +50,7 @@ class PFedHN(Method):
     embedding_lr: float = option(0.0, "step size of the embeddings; 0: that of the hypernetwork")
     server_momentum: float = option(0.9, "momentum of hypernetwork and embeddings")
     server_weight_decay: float = option(1e-3, "weight decay of hypernetwork and embeddings")
-    clip: float = option(50.0, "largest norm of the server's gradient; 0: any")
+    clip: float = option(50.0, "largest norm of a gradient, the server's and that of a client's step; 0: any")
     start: str = option(
         "linear",
         "how the heads begin: as torch's linear layers do (official code), or around the network's own initial weights",
@@ -113,7 +114,7 @@ class PFedHN(Method):
 
     def train(self, client: Client) -> float:
         """E epochs of SGD; returns the mean loss."""
-        return local_sgd(client, self)
+        return local_sgd(client, self, clip=self.clip)
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the received model and send how it has changed."""

@@ -43,4 +43,4 @@ class PLGUGHN(LayerWise, PFedHN):
             scores = self.scores(params, received, groups)
             return self.perturb(params, gradients, groups, scores, backup)
 
-        return local_sgd(client, self, perturb=perturb)
+        return local_sgd(client, self, perturb=perturb, clip=self.clip)

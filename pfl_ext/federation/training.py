@@ -57,6 +57,7 @@ def local_sgd(
     only: Sequence[Tensor] | None = None,
     rho: float = 0.0,
     perturb: Perturb | None = None,
+    clip: float = 0.0,
 ) -> float:
     r"""SGD on the client's loss L, plus :math:`\frac{\lambda}{2}\|v - w\|^2` where there is an anchor w.
 
@@ -80,6 +81,7 @@ def local_sgd(
         only: the parameters to train in place of all; needs no anchor.
         rho: :math:`\rho`; 0 is plain SGD.
         perturb: what moves v before the second gradient, in place of SAM's step of the radius ``rho``.
+        clip: the largest norm of a step's gradient of L, which is shortened to it; 0: any.
 
     Returns:
         The mean of L(v) over the steps, NaN without any.
@@ -119,6 +121,9 @@ def local_sgd(
             worst = loss(model(batch.inputs), batch)
             gradients = list(torch.autograd.grad(worst, params, materialize_grads=True))
             restore_(params, backup)
+        if clip != 0:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            torch._foreach_mul_(gradients, (clip / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
         proximal_sgd_step_(
             params,
             gradients,

@@ -52,6 +52,23 @@ def test_a_client_sends_how_sgd_changed_its_weights(turn: Turn) -> None:
     torch.testing.assert_close(sent["difference"], start - v, rtol=0, atol=1e-14)
 
 
+def test_the_gradients_of_a_clients_steps_are_cut_too(turn: Turn) -> None:
+    clip = 0.05
+    turns, client = turn(PFedHN(**SMALL, clip=clip))
+    start = turns.method.sends(turns.server, 0, ("model",))["model"]
+    client.model.load(start)
+    params = list(client.model.module.parameters())
+    optimizer = torch.optim.SGD(params, lr=LR)
+    for batch in client.batches(4):
+        optimizer.zero_grad()
+        F.cross_entropy(client.model.module(batch.inputs), batch.targets).backward()
+        assert torch.nn.utils.clip_grad_norm_(params, clip) > clip
+        optimizer.step()
+    expected = start - client.model.state()
+    sent = turns.method.client_round(client, {"model": start})
+    torch.testing.assert_close(sent["difference"], expected, rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize("clip", [50.0, 0.01])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_the_servers_steps_are_torchs_sgd_on_the_jacobians_products(turn: Turn, clip: float, momentum: float) -> None:
