@@ -147,7 +147,7 @@ class Workers:
             while idle and waiting:
                 pipe = idle.pop()
                 place, some = waiting.popleft()
-                self._send(pipe, (turn, some))
+                self._send(pipe, (turn, tuple(self._handed(x, place) for x in some)))
                 busy[pipe] = place
             for ready in wait(list(busy)):
                 pipe = cast(Connection, ready)
@@ -157,6 +157,15 @@ class Workers:
             while following in done:
                 yield done.pop(following)
                 following += 1
+
+    def _handed(self, argument: Any, place: int) -> Any:
+        """An argument as it goes to a worker: vectors in files, which the next turn at this place overwrites."""
+        if not isinstance(argument, dict):
+            return argument
+        return {
+            name: MappedTensor.copy(vector, self._folder / f"handed-{place}-{name}")
+            for name, vector in argument.items()
+        }
 
     def _send(self, pipe: Connection, message: Any) -> None:
         try:

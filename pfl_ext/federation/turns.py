@@ -16,7 +16,7 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.evaluation import classification_metrics, prediction_distance
 
 from .client import Client
-from .mapping import MappedTensor
+from .mapping import MappedTensor, opened
 from .method import Method
 from .model import WorkingModel
 from .privacy import PRIVATE_STEPS, Privacy
@@ -211,10 +211,10 @@ class Turns:
         turn.begin_personal(self.personal_cap or None, samples)
         self.method.personal_round(turn, received, sent)
 
-    def train_until_arrival(self, client: int, round: int, sent: Mapping[str, Tensor], samples: int) -> Turned:
+    def train_until_arrival(self, client: int, round: int, sent: Vectors, samples: int) -> Turned:
         """The personal part of a turn, as long as ``samples`` of training take."""
         turn, received = self._begin(client, round)
-        self._train_personal(turn, received, sent, samples)
+        self._train_personal(turn, received, {name: opened(vector) for name, vector in sent.items()}, samples)
         self._keep(turn)
         return Turned({}, {}, turn.report, turn.trained)
 

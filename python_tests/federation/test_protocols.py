@@ -209,3 +209,16 @@ def test_another_protocol_or_clock_may_resume_a_run_only_where_it_changes_nothin
     with pytest.raises(RuntimeError, match="differ in clock"):
         slower = dataclasses.replace(until, clock_up=1.0)
         Federation(method, network, dataset, partition, slower, folder=tmp_path / "b", resume=True)
+
+
+def test_until_arrival_gives_the_same_bits_in_worker_processes(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    settings = Settings(rounds=2, protocol="until-arrival", clock_compute=0.01)
+    runs = [
+        Federation(SCD(**QUICK), network, dataset, partition, dataclasses.replace(settings, workers=workers))
+        for workers in (1, 2)
+    ]
+    for run in runs:
+        run.run()
+    _assert_same(*runs)
