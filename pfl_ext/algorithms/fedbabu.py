@@ -38,16 +38,13 @@ class FedBABU(Method):
         super().__post_init__()
         self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
-    def _head(self, model: WorkingModel) -> Tensor:
-        return model.entries(self.head or model.last_layer())
-
     def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """The body."""
-        return {"body": model.state()[~self._head(model)]}
+        return {"body": model.state()[~model.head(self.head)]}
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """h, which no client ever sets, and the fine-tuned model."""
-        return {"head": model.state()[self._head(model)], "personal": model.state()}
+        return {"head": model.state()[model.head(self.head)], "personal": model.state()}
 
     def received(self) -> tuple[str, ...]:
         """The body."""
@@ -55,7 +52,7 @@ class FedBABU(Method):
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the body alone."""
-        model, head = client.model, self._head(client.model)
+        model, head = client.model, client.model.head(self.head)
         model.load(joined(head, client["head"], received["body"]))
         client.report["loss"] = local_sgd(client, self, only=model.parameters_in(~head))
         return {"body": model.state()[~head]}
@@ -66,7 +63,7 @@ class FedBABU(Method):
 
     def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
         """Fine-tune."""
-        model, head = client.model, self._head(client.model)
+        model, head = client.model, client.model.head(self.head)
         model.load(joined(head, client["head"], received["body"]))
         only = None if self.fine_tune == "full" else model.parameters_in(head if self.fine_tune == "head" else ~head)
         client.report["fine_tune_loss"] = local_sgd(
@@ -76,9 +73,9 @@ class FedBABU(Method):
 
     def trained_parameters(self, model: WorkingModel) -> int:
         """Those of the body."""
-        return sum(p.numel() for p in model.parameters_in(~self._head(model)))
+        return sum(p.numel() for p in model.parameters_in(~model.head(self.head)))
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The body under h, and the fine-tuned model once it is there."""
-        found = {"global": joined(self._head(client.model), client["head"], received["body"])}
+        found = {"global": joined(client.model.head(self.head), client["head"], received["body"])}
         return found | {"personal": client["personal"]} if "personal" in client else found

@@ -30,16 +30,13 @@ class FedPer(Method):
 
     head: str = option("", "module whose parameters stay with the client; empty: the last layer")
 
-    def _head(self, model: WorkingModel) -> Tensor:
-        return model.entries(self.head or model.last_layer())
-
     def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """B."""
-        return {"base": model.state()[~self._head(model)]}
+        return {"base": model.state()[~model.head(self.head)]}
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """P_k, from the common initial weights."""
-        return {"head": model.state()[self._head(model)]}
+        return {"head": model.state()[model.head(self.head)]}
 
     def received(self) -> tuple[str, ...]:
         """B."""
@@ -47,7 +44,7 @@ class FedPer(Method):
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train both parts together, keep one, send the other."""
-        head = self._head(client.model)
+        head = client.model.head(self.head)
         client.model.load(joined(head, client["head"], received["base"]))
         client.report["loss"] = local_sgd(client, self)
         state = client.model.state()
@@ -60,4 +57,4 @@ class FedPer(Method):
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(B, P_k)."""
-        return {"personal": joined(self._head(client.model), client["head"], received["base"])}
+        return {"personal": joined(client.model.head(self.head), client["head"], received["base"])}

@@ -36,16 +36,13 @@ class FedRep(Method):
         super().__post_init__()
         self.check("head_epochs", self.head_epochs >= 0, "not negative")
 
-    def _head(self, model: WorkingModel) -> Tensor:
-        return model.entries(self.head or model.last_layer())
-
     def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """The representation."""
-        return {"representation": model.state()[~self._head(model)]}
+        return {"representation": model.state()[~model.head(self.head)]}
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """The head, from the common initial weights."""
-        return {"head": model.state()[self._head(model)]}
+        return {"head": model.state()[model.head(self.head)]}
 
     def received(self) -> tuple[str, ...]:
         """The representation."""
@@ -53,7 +50,7 @@ class FedRep(Method):
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The head under the received representation, then the representation under the new head."""
-        model, head = client.model, self._head(client.model)
+        model, head = client.model, client.model.head(self.head)
         model.load(joined(head, client["head"], received["representation"]))
         client.report["head_loss"] = local_sgd(
             client, self, only=model.parameters_in(head), epochs=self.head_epochs, batches="head"
@@ -69,4 +66,4 @@ class FedRep(Method):
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The client's head on the common representation."""
-        return {"personal": joined(self._head(client.model), client["head"], received["representation"])}
+        return {"personal": joined(client.model.head(self.head), client["head"], received["representation"])}

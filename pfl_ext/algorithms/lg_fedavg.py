@@ -32,16 +32,13 @@ class LGFedAvg(Method):
 
     head: str = option("", "module whose parameters are shared; empty: the last layer")
 
-    def _head(self, model: WorkingModel) -> Tensor:
-        return model.entries(self.head or model.last_layer())
-
     def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """g."""
-        return {"head": model.state()[self._head(model)]}
+        return {"head": model.state()[model.head(self.head)]}
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """l_k, from the common initial weights."""
-        return {"representation": model.state()[~self._head(model)]}
+        return {"representation": model.state()[~model.head(self.head)]}
 
     def received(self) -> tuple[str, ...]:
         """g."""
@@ -49,7 +46,7 @@ class LGFedAvg(Method):
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train both parts together, keep one, send the other."""
-        head = self._head(client.model)
+        head = client.model.head(self.head)
         client.model.load(joined(head, received["head"], client["representation"]))
         client.report["loss"] = local_sgd(client, self)
         state = client.model.state()
@@ -62,4 +59,4 @@ class LGFedAvg(Method):
 
     def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(l_k, g)."""
-        return {"personal": joined(self._head(client.model), received["head"], client["representation"])}
+        return {"personal": joined(client.model.head(self.head), received["head"], client["representation"])}

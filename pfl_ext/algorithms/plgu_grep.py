@@ -55,7 +55,7 @@ class PLGUGRep(LayerWise, FedRep):
 
     def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Lines 7 to 12 of Algorithm 3."""
-        model, head = client.model, self._head(client.model)
+        model, head = client.model, client.model.head(self.head)
         model.load(joined(head, client["head"], received["representation"]))
         client.report["head_loss"] = local_sgd(
             client, self, only=model.parameters_in(head), epochs=self.head_epochs, batches="head"

@@ -127,6 +127,10 @@ class WorkingModel:
         """The name of the last module with parameters of its own: the head of most networks."""
         return self._last_parameter.rpartition(".")[0]
 
+    def head(self, module: str = "") -> Tensor:
+        """Which numbers of a state are the head's: those of that module, or of the last layer."""
+        return self.entries(module or self.last_layer())
+
     def entries(self, *modules: str | type[nn.Module]) -> Tensor:
         """Which numbers of a state are parameters and buffers of these modules and of those in them.
 
