@@ -82,9 +82,12 @@ class Comparison:
             other = folders.setdefault(folder_name(label), label)
             if other is not label:
                 raise ValueError(f"{label!r} and {other!r} would have the same folder: name one of them differently")
+        variants = {
+            t for t, own in self.sections.get("method", {}).items() if isinstance(own, Mapping) and "name" in own
+        }
         for section in _OWN:
             for name, own in self.sections.get(section, {}).items():
-                if isinstance(own, Mapping) and not (name in METHODS or name in self.labels or "name" in own):
+                if isinstance(own, Mapping) and not (name in METHODS or name in self.labels or name in variants):
                     close = nearest(name, [*self.labels, *METHODS])
                     raise ValueError(f"[{section}.{name}] is for no method or variant of this name{close}")
 
