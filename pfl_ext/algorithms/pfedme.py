@@ -50,7 +50,7 @@ class PFedMe(Method):
     name = "pfedme"
 
     lr: float = option(0.005, "eta, step size of w_k")
-    personal_lr: float = option(0.1, "eta_theta, step size of the personal model")
+    personal_lr: float = option(0.05, "eta_theta, step size of the personal model; with lam, it must be below 2 / lam")
     lam: float = option(15.0, "lambda, how strongly the personal model is held near w_k")
     inner_steps: int = option(5, "K, steps of the personal model on a batch")
     beta: float = option(1.0, "how far the server goes towards the clients' mean, and beyond it if above 1")
