@@ -16,7 +16,7 @@ __all__ = ["Ditto"]
 
 @dataclass(frozen=True)
 class Ditto(Method):
-    r"""Ditto (Li et al., 2021), Algorithm 1.
+    r"""Ditto (Li et al., 2021), Algorithm 1: a personal model held near the global one.
 
     .. math::
         w_k &\leftarrow \text{E epochs of SGD on } L_k \text{ from } w \\

@@ -16,7 +16,7 @@ __all__ = ["FedProx"]
 
 @dataclass(frozen=True)
 class FedProx(Method):
-    r"""FedProx (Li et al., 2020).
+    r"""FedProx (Li et al., 2020): local training held near the global model.
 
     .. math::
         w_k &\leftarrow \arg\min_v \approx L_k(v) + \tfrac{\mu}{2} \|v - w\|^2 \text{ by E epochs of SGD from } w \\

@@ -16,7 +16,7 @@ __all__ = ["FedSAM"]
 
 @dataclass(frozen=True)
 class FedSAM(Method):
-    r"""FedSAM (Qu et al., 2022).
+    r"""FedSAM (Qu et al., 2022): sharpness-aware local training.
 
     .. math::
         w_k &\leftarrow w_k - \eta\, \nabla L_k(w_k + \rho\, g / \|g\|_2), \quad g = \nabla L_k(w_k), \text{ from } w \\

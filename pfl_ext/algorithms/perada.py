@@ -18,7 +18,7 @@ __all__ = ["PerAda"]
 
 @dataclass(frozen=True)
 class PerAda(DistillingMethod):
-    r"""PerAda, Algorithm 1: personal adapters near a global one, which is distilled at the server.
+    r"""PerAda (Xie et al., 2024), Algorithm 1: personal adapters near a global one that the server distils.
 
     u are the frozen weights; w, :math:`v_m` and :math:`\theta_m` are what the network trains: its adapters,
     normalisation and head (``adapters`` and ``freeze="backbone"`` of the network). A selected client m

@@ -21,7 +21,7 @@ __all__ = ["PersFL"]
 
 @dataclass(frozen=True)
 class PersFL(Method):
-    r"""PersFL, Algorithm 1.
+    r"""PersFL (Divi, Farrukh and Celik, 2021), Algorithm 1: optimal teachers, distilled into personal models.
 
     Stage 1 is FedAvg; of the global models that it receives, client k keeps the one with the lowest cross-entropy on
     its validation data (equation 2):

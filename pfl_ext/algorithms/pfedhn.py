@@ -21,7 +21,7 @@ _EMBEDDINGS, _MOMENTUM = "embeddings", "momentum/"
 
 @dataclass(frozen=True)
 class PFedHN(Method):
-    r"""pFedHN (Shamsian et al., 2021), Algorithm 1, for rounds of several clients.
+    r"""pFedHN (Shamsian et al., 2021), Algorithm 1: a hypernetwork makes each client its model.
 
     .. math::
         \theta_k &= h(v_k; \varphi) \\

@@ -27,7 +27,7 @@ __all__ = ["SCD"]
 
 @dataclass(frozen=True)
 class SCD(Method):
-    r"""Spectral co-distillation (Chen et al., 2023), Algorithm 1.
+    r"""Spectral co-distillation (Chen et al., 2023), Algorithm 1: two models that teach each other spectra.
 
     With :math:`s(w) = |\mathrm{DFT}(w)|` of the trained weights in a row and :math:`\hat s` its first
     :math:`\lceil \tau d \rceil` entries, client k of a round takes
