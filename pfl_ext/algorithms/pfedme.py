@@ -50,7 +50,7 @@ class PFedMe(Method):
     name = "pfedme"
 
     lr: float = option(0.005, "eta, step size of w_k")
-    personal_lr: float = option(0.05, "eta_theta, step size of the personal model; with lam, it must be below 2 / lam")
+    personal_lr: float = option(0.05, "eta_theta, step size of the personal model, below 2 / lam")
     lam: float = option(15.0, "lambda, how strongly the personal model is held near w_k")
     inner_steps: int = option(5, "K, steps of the personal model on a batch")
     beta: float = option(1.0, "how far the server goes towards the clients' mean, and beyond it if above 1")
@@ -60,6 +60,8 @@ class PFedMe(Method):
         super().__post_init__()
         self.check("personal_lr", self.personal_lr > 0, "above 0")
         self.check("lam", self.lam > 0, "above 0")
+        # Beyond it the proximal term alone makes each inner step overshoot further than the last.
+        self.check("personal_lr", self.personal_lr * self.lam < 2, f"below 2 / lam = {2 / self.lam:g}")
         self.check("inner_steps", self.inner_steps >= 1, "at least 1")
         self.check("beta", self.beta > 0, "above 0")
 

@@ -208,6 +208,7 @@ def test_apfls_server_counts_clients_alike(network: nn.Module) -> None:
         (PFedMe, "lam", 0.0),
         (PFedMe, "inner_steps", 0),
         (PFedMe, "personal_lr", 0.0),
+        (PFedMe, "personal_lr", 0.2),  # times lambda, which is 15, it is above 2
         (PFedMe, "beta", 0.0),
         (APFL, "alpha", 1.1),
     ],
