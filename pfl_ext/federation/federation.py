@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
 from pfl_ext.evaluation import ResultsFolder, classification_metrics, summarize
+from pfl_ext.ops import all_finite
 
 from . import checkpoint
 from .clock import PROTOCOLS, Clock, Device, Timeline, Work
@@ -577,7 +578,7 @@ class Federation:
             seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
             self.method.server_round(self.server, uploads)
         for name in self.method.received():
-            if name in self.server and not bool(torch.isfinite(self.server[name]).all()):
+            if name in self.server and not all_finite(self.server[name]):
                 raise Diverged(None, t, name)
 
     def _delivered(self, client: int, round: int, vectors: Vectors) -> Vectors:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.evaluation import classification_metrics, prediction_distance
+from pfl_ext.ops import all_finite
 
 from .client import Client
 from .mapping import MappedTensor, opened
@@ -158,7 +159,7 @@ class Turns:
 
     def _check_kept(self, turn: Client) -> None:
         for name, vector in turn._set.items():
-            if not bool(torch.isfinite(vector).all()):
+            if not all_finite(vector):
                 raise Diverged(turn.index, turn.round, name)
 
     def _keep(self, turn: Client) -> None:
@@ -177,7 +178,7 @@ class Turns:
         if measure:
             turn.report |= before | self._measure(turn, "after", None)
         for name, vector in sent.items():
-            if not bool(torch.isfinite(vector).all()):
+            if not all_finite(vector):
                 raise Diverged(client, round, f"upload {name!r}")
             if self._stays is not None and vector.numel() == self.model.size:
                 # What is not one of the server's vectors is a change of one: none, here.

@@ -1,6 +1,7 @@
 """Networks of the papers, adapters, pretrained weights."""
 
 from .adapters import FrozenBatchNorm2d, adapter_parameters, add_adapters, freeze_backbone, head_of
+from .fused import FusedSequential
 from .hypernetwork import HyperNetwork
 from .networks import NETWORKS, build, cnn, lenet, mlp
 from .pretrained import load_pretrained, read_weights
@@ -10,6 +11,7 @@ from .vit import VisionTransformer, vit
 __all__ = [
     "NETWORKS",
     "FrozenBatchNorm2d",
+    "FusedSequential",
     "HyperNetwork",
     "ResNet",
     "VisionTransformer",

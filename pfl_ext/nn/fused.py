@@ -33,13 +33,25 @@ class FusedSequential(nn.Sequential):
     of the three layers do not run.
     """
 
+    _looked_at: tuple[int, ...] = ()
+    _blocks: frozenset[int] = frozenset()
+
+    def _find_blocks(self, layers: list[nn.Module]) -> frozenset[int]:
+        """Where the blocks begin: looked for when the layers are other ones, as it would take a while in each step."""
+        looked_at = tuple(map(id, layers))
+        if looked_at != self._looked_at:
+            self._blocks = frozenset(i for i in range(len(layers)) if _is_block(layers[i : i + 3]))
+            self._looked_at = looked_at
+        return self._blocks
+
     def forward(self, input: Tensor) -> Tensor:
         """The output of the last layer."""
-        layers = list(self)
+        layers = [layer for layer in self._modules.values() if layer is not None]
+        blocks = self._find_blocks(layers)
         x, i = input, 0
         while i < len(layers):
             layer = layers[i]
-            if _is_block(layers[i : i + 3]):
+            if i in blocks:
                 assert isinstance(layer, nn.Conv2d) and layer.bias is not None
                 x = conv_pool_relu(x, layer.weight, layer.bias)
                 i += 3

@@ -1,6 +1,6 @@
 """The fused ops, one family a module. Each works on any device; ``pfl-ext info`` shows which kernel serves it."""
 
-from .averaging import StreamingAverage, server_update, weighted_average
+from .averaging import StreamingAverage, all_finite, server_update, weighted_average
 from .convolution import conv_pool_relu
 from .distillation import distillation_loss, ensemble_distillation_loss, ensemble_logits
 from .proximal import proximal_sgd_step_, squared_distance
@@ -10,6 +10,7 @@ from .spectral import SpectralTeacher, spectral_divergence, spectrum
 __all__ = [
     "SpectralTeacher",
     "StreamingAverage",
+    "all_finite",
     "conv_pool_relu",
     "distillation_loss",
     "ensemble_distillation_loss",

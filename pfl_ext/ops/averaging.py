@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ._arguments import FLOATS, accumulate_type, describe, one_of, without_gradients
 from ._declare import declare
 
-__all__ = ["StreamingAverage", "server_update", "weighted_average"]
+__all__ = ["StreamingAverage", "all_finite", "server_update", "weighted_average"]
 
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 Integers: TypeAlias = Literal["round", "server", "first"]
@@ -468,6 +468,12 @@ def _combine(
     if target is not None:
         return out
     return restore([results[t] for t in range(len(first.tensors))])
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether no number of these tensors is infinity or NaN: one pass, and nothing allocated in their size."""
+    floating = [x for x in tensors if x.is_floating_point()]
+    return not floating or not bool(_nonfinite(floating).any())
 
 
 def weighted_average(

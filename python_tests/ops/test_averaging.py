@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pfl_ext import _native
-from pfl_ext.ops import StreamingAverage, server_update, weighted_average
+from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_average
 from pfl_ext.ops._declare import OPS
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -705,3 +706,12 @@ def test_fake_tensors_on_a_cuda_device_need_no_gpu():
         flat = [x for c in clients for x in c]
         (result,) = torch.ops.pfl_ext.weighted_average(flat, torch.ones(3, dtype=torch.float64))
     assert (result.shape, result.dtype, result.device.type) == (torch.Size([5, 3]), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_all_finite_finds_one_bad_number_among_many(device, dtype, bad):
+    tensors = [torch.ones(n, dtype=dtype, device=device) for n in (3, 0, 40_009)]
+    assert all_finite(*tensors) and all_finite() and all_finite(torch.ones(3, dtype=torch.int64, device=device))
+    tensors[2][40_008] = bad
+    assert not all_finite(*tensors)

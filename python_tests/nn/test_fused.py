@@ -1,0 +1,96 @@
+"""Layers that are run as one give what they give one by one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pfl_ext.nn import FusedSequential, fused
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the weights that the fused op was called with."""
+    seen: list[torch.Size] = []
+    original = fused.conv_pool_relu
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        seen.append(weight.shape)
+        return original(x, weight, bias)
+
+    monkeypatch.setattr(fused, "conv_pool_relu", noted)
+    return seen
+
+
+def layers(*middle: nn.Module) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [*middle, nn.Flatten(), nn.LazyLinear(3)]
+
+
+def block(**options: object) -> list[nn.Module]:
+    return [nn.Conv2d(2, 4, 3, **options), nn.MaxPool2d(2), nn.ReLU()]  # type: ignore[arg-type]
+
+
+def test_blocks_are_run_as_one_and_the_results_are_those_of_sequential(calls):
+    plain = nn.Sequential(*layers(nn.Tanh(), *block(), nn.Conv2d(4, 5, 2), nn.MaxPool2d(2), nn.ReLU()))
+    x = torch.randn(3, 2, 14, 12)
+    plain(x)
+    ours = FusedSequential(*copy.deepcopy(list(plain)))
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    y, expected = ours(x), plain(x)
+    assert calls == [(4, 2, 3, 3), (5, 4, 2, 2)]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(y.shape)
+    for a, b in zip(
+        torch.autograd.grad(y, list(ours.parameters()), upstream),
+        torch.autograd.grad(expected, list(plain.parameters()), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        block(stride=2),
+        block(padding=1),
+        block(dilation=2),
+        block(groups=2),
+        block(bias=False),
+        [nn.Conv2d(2, 4, 3), nn.MaxPool2d(3), nn.ReLU()],
+        [nn.Conv2d(2, 4, 3), nn.MaxPool2d(2, stride=1), nn.ReLU()],
+        [nn.Conv2d(2, 4, 3), nn.MaxPool2d(2, ceil_mode=True), nn.ReLU()],
+        [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2), nn.ReLU()],
+        [nn.Conv2d(2, 4, 3), nn.MaxPool2d(2), nn.Tanh()],
+        [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2)],
+    ],
+    ids=lambda middle: ", ".join(map(str, middle)),
+)
+def test_other_layers_are_run_one_by_one(calls, middle):
+    ours = FusedSequential(*layers(*middle))
+    x = torch.randn(3, 2, 13, 12)
+    y = ours(x)
+    assert calls == []
+    assert torch.equal(y, nn.Sequential(*ours)(x))
+
+
+def test_a_layer_that_is_replaced_counts(calls):
+    ours = FusedSequential(*layers(*block()))
+    x = torch.randn(1, 2, 8, 8)
+    ours(x)
+    assert len(calls) == 1
+    ours[2] = nn.Tanh()
+    assert torch.equal(ours(x), nn.Sequential(*ours)(x)) and len(calls) == 1
+
+
+def test_copies_find_their_own_layers(calls):
+    ours = FusedSequential(*layers(*block()))
+    x = torch.randn(1, 2, 8, 8)
+    expected = ours(x)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(other(x), expected)
+    assert len(calls) == 3
