@@ -65,9 +65,10 @@ class Client:
         seed: int,
         augmentation: str = "none",
         privacy: Privacy | None = None,
+        drop_last: bool = False,
     ) -> None:
         """Made by the engine."""
-        self.privacy = privacy
+        self.privacy, self._drop_last = privacy, drop_last
         self.index, self.round, self.model = index, round, model
         self.train = partition.train[index]
         self.validation = partition.validation[index]
@@ -146,7 +147,7 @@ class Client:
         The stream ``name`` decides the order, so two models that are to see different batches ask for different
         streams, and two methods that ask for the same one see the same batches. The last batch of a pass may be
         smaller; if it is a single sample, which batch normalisation cannot take, it is left out for a network that
-        has such layers (unless it is the whole pass).
+        has such layers (unless it is the whole pass). With the setting ``drop_last`` every smaller one is left out.
         """
         order, augmentation = self.stream(name), self.stream(f"{name}/augmentation")
         skip_single = self.model.has_batch_norm and self.samples > 1
@@ -156,6 +157,8 @@ class Client:
             passes += 1
             for rows in torch.randperm(self.samples, generator=order).split(batch_size):
                 if skip_single and len(rows) == 1 and batch_size > 1:
+                    continue
+                if self._drop_last and len(rows) < min(batch_size, self.samples):
                     continue
                 if steps is not None and taken == steps and not until_arrival:
                     return

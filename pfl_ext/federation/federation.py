@@ -60,6 +60,9 @@ class Settings(Options):
         False, "report how far personal models' predictions are from the global one's (PerAda's Theorem 2)"
     )
     augmentation: str = option("none", "augmentation of training batches", choices=tuple(AUGMENTATIONS))
+    drop_last: bool = option(
+        False, "leave out the last batch of a pass where it is smaller: a few samples upset batch normalisation"
+    )
     diverged: str = option("stop", "when a client's training gives NaN", choices=("stop", "drop"))
     new_clients: int = option(0, "how many clients, the last ones, join late; reported apart")
     join_round: int = option(0, "the first round late clients take part in; 0: none, they only personalise at the end")
@@ -296,6 +299,7 @@ class Federation:
             self.settings.protocol,
             self.settings.personal_cap,
             self.settings.privacy,
+            self.settings.drop_last,
         )
 
     def _make_engine(self) -> Any:
@@ -325,6 +329,7 @@ class Federation:
             "seed": s.seed,
             "participation": s.participation,
             "augmentation": s.augmentation,
+            "drop_last": s.drop_last,
             "privacy": None if s.privacy is None else dataclasses.asdict(s.privacy),
             "new_clients": [s.new_clients, s.join_round],
             "diverged": s.diverged,

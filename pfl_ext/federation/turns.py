@@ -100,6 +100,7 @@ class Plan:
     personal_cap: int = 0
     """Most personal steps of a turn; 0: no limit."""
     privacy: Privacy | None = None
+    drop_last: bool = False
 
 
 Vectors = Mapping[str, Tensor | MappedTensor]
@@ -129,7 +130,8 @@ class Turns:
         """See the class."""
         self.method, self.dataset, self.partition, self.store = plan.method, plan.dataset, plan.partition, plan.store
         self.server, self.seed, self.augmentation = plan.server, plan.seed, plan.augmentation
-        self.protocol, self.personal_cap, self.privacy = plan.protocol, plan.personal_cap, plan.privacy
+        self.protocol, self.personal_cap = plan.protocol, plan.personal_cap
+        self.privacy, self.drop_last = plan.privacy, plan.drop_last
         self.deliver: Callable[[int, int, Mapping[str, Tensor]], Vectors] = lambda client, round, vectors: vectors
         self.model = WorkingModel(plan.module, plan.buffers.local, plan.buffers.server)
         stays = self.model.local | self.model.server
@@ -147,7 +149,7 @@ class Turns:
 
     def _begin(self, client: int, round: int, names: tuple[str, ...] | None = None) -> tuple[Client, dict[str, Tensor]]:
         seed_layers(seed_of(self.seed, "layers", round, client), self.model.device)
-        data = (self.dataset, self.partition, self.store, self.seed, self.augmentation, self.privacy)
+        data = (self.dataset, self.partition, self.store, self.seed, self.augmentation, self.privacy, self.drop_last)
         turn = Client(client, round, self.model, *data)
         received = self.method.sends(self.server, client, self.method.received() if names is None else names)
         if self._has_local and _LOCAL_BUFFERS in turn:

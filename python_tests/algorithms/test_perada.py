@@ -23,7 +23,7 @@ from pfl_ext.algorithms import FedAlt, FedAvg, FedDF, FedSim, PerAda
 from pfl_ext.algorithms.fedalt import personal_entries
 from pfl_ext.algorithms.server_distillation import distil
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Federation, Server, Settings, Uploads, WorkingModel
+from pfl_ext.federation import Buffers, Client, Federation, Server, Settings, Uploads, WorkingModel
 
 Turn = Callable[..., tuple[Any, Client]]
 LR = 0.1
@@ -503,3 +503,19 @@ def test_both_backends_give_the_same_models_to_within_rounding(tmp_path: Path) -
     for name, plain in found[0].items():
         torch.testing.assert_close(plain, found[1][name], rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
     assert any(not torch.equal(plain, found[1][name]) for name, plain in found[0].items())  # two backends, not one
+
+
+def test_statistics_that_stay_the_servers_are_not_changed_by_clients(
+    dropout_network: nn.Module, dataset: Dataset, partition: Partition
+) -> None:
+    method = PerAda(lr=LR, batch_size=4, kd_steps=0)
+    buffers = Buffers(server=(nn.BatchNorm1d,))
+    run = Federation(method, dropout_network, dataset, partition, Settings(rounds=2), buffers=buffers)
+    before = run.server["adapter"].clone()
+    run.run()
+    model = run.server.model
+    statistics = torch.zeros_like(model.changing)
+    statistics[-13:] = True  # six means, six variances, a counter: the last numbers of a state
+    kept = statistics[model.changing]
+    assert torch.equal(run.server["adapter"][kept], before[kept])
+    assert not torch.equal(run.server["adapter"][~kept], before[~kept])

@@ -76,3 +76,15 @@ def test_logits_are_those_of_evaluation_whatever_mode_the_model_is_in(
     logits, _ = client.logits(client.train)
     assert torch.equal(client.model.state(), before)  # no statistics were updated
     assert torch.equal(logits, module.eval()(dataset.batch(client.train)[0]))
+
+
+def test_smaller_last_batches_can_be_left_out(
+    client: Client, dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    store = ClientStore(6, {})
+    full = Client(0, 1, client.model, dataset, partition, store, seed=0, drop_last=True)
+    size = client.samples // 2 + 1
+    assert [len(b.rows) for b in client.batches(size, epochs=2)] == 2 * [size, client.samples - size]
+    assert [len(b.rows) for b in full.batches(size, epochs=2)] == 2 * [size]
+    assert [len(b.rows) for b in full.batches(size, steps=3)] == 3 * [size]
+    assert [len(b.rows) for b in full.batches(2 * client.samples)] == [client.samples]  # the only one of its pass
