@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -604,3 +605,23 @@ def test_fake_tensors_on_a_cuda_device_need_no_gpu():
     assert (value.shape, value.dtype, value.device.type) == (torch.Size([5]), torch.float32, "cuda")
     assert (grad.shape, grad.dtype, grad.device.type) == (torch.Size([5, 30]), torch.bfloat16, "cuda")
     assert (magnitudes.shape, magnitudes.dtype) == (torch.Size([5, 30]), torch.float32)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the process's memory from /proc")
+def test_tables_of_lengths_that_are_no_longer_used_are_given_back():
+    def resident() -> float:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+        return int(line.split()[1]) / 1024
+
+    # Primes: their tables are the largest, some 45 MiB each, and 256 MiB of them are kept.
+    offsets = (0, 30, 34, 36, 78, 96, 114, 118, 130, 148, 156, 168, 180, 184, 190, 196, 208, 210, 228, 246)
+    primes = [1_000_003 + offset for offset in offsets]
+    x = torch.randn(primes[-1], generator=torch.Generator().manual_seed(0))
+    first = spectrum(x[: primes[0]])
+    for length in primes[:12]:
+        spectrum(x[:length])
+    before = resident()
+    for length in primes[12:]:
+        spectrum(x[:length])
+    assert resident() < before + 150  # of 360 MiB more
+    assert torch.equal(spectrum(x[: primes[0]]), first)
