@@ -48,6 +48,7 @@ _METHOD = FedAvg(lr=0.005, batch_size=10, local_epochs=1)
 _ALPHA, _TEST_FRACTION, _SEED = 0.1, 0.25, 0
 _EVALUATION_BATCH = 128
 _LIMIT = "forward and backward alone"
+_CALM = 0.05
 
 
 @dataclass(frozen=True)
@@ -211,19 +212,30 @@ def _passes(s: Setting, clients: Sequence[ClientData], network: torch.nn.Module)
 # ---- the race ------------------------------------------------------------------------------------------------------
 
 
-def compare(s: Setting, racers: Sequence[Racer], repeats: int) -> list[tuple[Racer, list[float], Reported | None]]:
+def compare(
+    s: Setting, racers: Sequence[Racer], repeats: int, patience: float = 0.0
+) -> list[tuple[Racer, list[float], Reported | None]]:
     """Run everyone in turns, check that all end with one model, and give their times.
+
+    Args:
+        s: the setting.
+        racers: who races.
+        repeats: how often each runs.
+        patience: with a number of minutes, runs beside which other programs used more than a twentieth of a core are
+            repeated, whatever they took, for that long.
 
     Raises:
         WrongResult: a contestant's model is not that of ours.
+        TimeoutError: the machine was never calm for the length of a run.
     """
+    deadline = time.monotonic() + 60 * patience
     times: dict[Racer, list[float]] = {racer: [] for racer in racers}
     reported: dict[Racer, Reported | None] = {}
     ours: Tensor | None = None
     begin = WorkingModel(copy.deepcopy(s.network)).state()
     for turn in range(repeats):
         for racer in racers:
-            outcome = racer.run()
+            outcome = _calm(racer, deadline) if patience else racer.run()
             if turn == 0 and outcome.model is not None:
                 ours = outcome.model if ours is None else ours
                 check(racer, outcome.model, ours, begin)
@@ -231,6 +243,21 @@ def compare(s: Setting, racers: Sequence[Racer], repeats: int) -> list[tuple[Rac
             reported[racer] = outcome.reported
             print(f"{racer.name}, {_cores(racer.cores)}: {outcome.seconds:.2f} s", file=sys.stderr, flush=True)
     return [(racer, times[racer], reported[racer]) for racer in racers]
+
+
+def _calm(racer: Racer, deadline: float) -> Outcome:
+    while True:
+        others = machine.OtherPrograms()
+        time.sleep(1)
+        if not others.cores() > _CALM:  # NaN, where it is not known, is no reason to wait
+            others = machine.OtherPrograms()
+            outcome = racer.run()
+            used = others.cores()
+            if not used > _CALM:
+                return outcome
+            print(f"{racer.name}: other programs used {used:.2f} cores; again", file=sys.stderr, flush=True)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"other programs use more than {_CALM} cores; measure when they have ended")
 
 
 def check(racer: Racer, model: Tensor, ours: Tensor, begin: Tensor) -> None:
@@ -353,10 +380,11 @@ def markdown(every: Sequence[report.Row]) -> str:
         "\n".join("| " + " | ".join(line) + " |" for line in table)
         + f"\n\nOne round of FedAvg as in PFLlib's MNIST quick start, run on {first.shapes}: {first.clients} clients, "
         "Dirichlet 0.1, batches of 10, one local epoch, the CNN of 582,026 parameters, then training loss, test "
-        f"accuracy and AUC of every client. Median of {first.rounds}, in turns; all end with the same model. On n "
-        "cores pfl_ext runs n processes of one thread, the others one process of n threads. PFLlib: re-typed, with its "
-        "clients' files in the system's cache. Forward and backward alone: as many passes on our network in our "
-        "memory format, or on the same layers run one by one, nothing else.\n\n"
+        "accuracy and AUC of every client (PFLlib's over all pairs of sample and class, ours over the classes). Median "
+        f"of {first.rounds}, in turns; all end with the same model. On n cores pfl_ext runs n processes of one thread, "
+        "the others one process of n threads. PFLlib: re-typed, with its clients' files in the system's cache. Forward "
+        "and backward alone: as many passes on our network in our memory format, or on the same layers run one by one, "
+        "nothing else.\n\n"
         + (_profile_table(parts) + "\n\n" if parts else "")
         + f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
         f"{first.python}. Reproduce: `pfl-ext bench {NAME}`.\n"
@@ -408,7 +436,7 @@ def _race(arguments: argparse.Namespace) -> list[report.Row]:
     s = setting(dataset, clients, fraction)
     what = f"{s.train_samples:,} training samples of {dataset.name}".replace(",", "\u202f")
     cores = tuple(dict.fromkeys((machine.cores(), 1)))
-    results = compare(s, contestants(s, cores), repeats)
+    results = compare(s, contestants(s, cores), repeats, arguments.patience)
     for racer, _, reported in results:
         if reported is not None:
             print(
@@ -427,6 +455,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--fraction", type=_fraction, default=1.0, help="of each client's samples (default: all)")
     parser.add_argument("--repeats", metavar="N", type=_count, help="rounds of each contestant (default: 1)")
+    parser.add_argument(
+        "--patience",
+        metavar="MINUTES",
+        type=float,
+        default=0.0,
+        help="repeat runs that other programs disturb, so long",
+    )
     parser.add_argument("--memory", action="store_true", help="measure time and memory of many clients instead")
     parser.add_argument("--clients", metavar="LIST", type=_counts, help="with --memory: numbers of clients")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the CSV file")

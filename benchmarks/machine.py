@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 import pfl_ext
 from pfl_ext import _native
 
-__all__ = ["available_memory", "commit", "cores", "describe", "last_level_cache"]
+__all__ = ["OtherPrograms", "available_memory", "commit", "cores", "describe", "last_level_cache"]
 
 
 def _cpu_model() -> str:
@@ -91,3 +92,25 @@ def describe() -> dict[str, str]:
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+class OtherPrograms:
+    """How much of the machine other programs use, from when this is made: what a time was taken beside."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self._busy, self._own, self._began = _busy_seconds(), sum(os.times()[:4]), time.perf_counter()
+
+    def cores(self) -> float:
+        """Cores that they used since then; NaN where the system does not say. Children count once they have ended."""
+        busy, own = _busy_seconds() - self._busy, sum(os.times()[:4]) - self._own
+        return (busy - own) / (time.perf_counter() - self._began)
+
+
+def _busy_seconds() -> float:
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0].split()
+    except OSError:
+        return float("nan")
+    user, nice, system, _, _, irq, softirq = map(int, first[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pfl_ext.benchmarks import federation, harness, many_clients, report, round_profile
+from pfl_ext.benchmarks import federation, harness, machine, many_clients, report, round_profile
 from pfl_ext.benchmarks.case import WrongResult
 from pfl_ext.benchmarks.federation import Racer
 from pfl_ext.benchmarks.opponents import federation as opponents
@@ -57,6 +57,28 @@ def test_the_order_decides_the_batches_of_an_opponent(small):
     swapped = dataclasses.replace(first, order=torch.arange(20).roll(10))
     models = [opponents.tensor_round(small.network, [c], 10, 0.1, 10)[0] for c in (first, swapped)]
     assert not torch.equal(models[0][0].weight, models[1][0].weight)
+
+
+def test_a_run_beside_other_programs_is_repeated(small, monkeypatch, capsys):
+    used = iter([0.0, 0.9, 0.7, 0.0, 0.01])  # before and during the first run, before, before and during the second
+    monkeypatch.setattr(federation.machine.OtherPrograms, "cores", lambda self: next(used))
+    monkeypatch.setattr(federation.time, "sleep", lambda seconds: None)
+    seconds = iter([9.0, 2.0])
+    racer = Racer("ours", "ours", 1, lambda: federation.Outcome(next(seconds)))
+    ((_, times, _),) = federation.compare(small, [racer], 1, patience=1)
+    assert times == [2.0]
+    assert "other programs used 0.90 cores; again" in capsys.readouterr().err
+    monkeypatch.setattr(federation.machine.OtherPrograms, "cores", lambda self: 1.0)
+    with pytest.raises(TimeoutError, match="measure when they have ended"):
+        federation.compare(small, [racer], 1, patience=1e-9)
+
+
+def test_other_programs_are_those_that_are_not_ours(monkeypatch):
+    busy, own, clock = iter([100.0, 109.0]), iter([(1, 1, 0, 0, 0), (3, 1, 2, 1, 0)]), iter([50.0, 60.0])
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(machine.os, "times", lambda: next(own))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
+    assert machine.OtherPrograms().cores() == pytest.approx(0.4)  # 9 s of all, 5 of ours, in 10 s
 
 
 def test_rows_say_what_ran_and_how_far_from_the_passes_alone(small):
