@@ -221,7 +221,7 @@ class WorkingModel:
 
     def _chosen(self, entries: Tensor) -> list[int]:
         """The numbers of the tensors that these entries consist of; entries are of whole tensors."""
-        parts = entries.split([shape.numel() for shape in self.shapes])
+        parts = entries.cpu().split([shape.numel() for shape in self.shapes])
         return [i for i, part in enumerate(parts) if len(part) and bool(part[0])]
 
     @torch.no_grad()
