@@ -133,5 +133,14 @@ def test_without_mnist_or_a_csv_the_error_says_what_to_do(tmp_path: Path, capsys
     assert "`pfl-ext bench federation` writes it" in capsys.readouterr().err
 
 
-def test_a_round_of_many_clients_is_one_of_ditto():
-    assert many_clients.one_round(3, "memory") > 0
+def test_a_round_of_many_clients_takes_time_by_both_clocks():
+    assert all(seconds > 0 for seconds in many_clients.one_round(3, "memory"))
+
+
+def test_the_table_of_many_clients_gives_the_processor_time_of_one():
+    about = machine.describe()
+    rows = [
+        many_clients._row(op, 50, "mapped", seconds, 2.0**20 * 700, about)
+        for op, seconds in ((many_clients._CLOCK, 3.0), (many_clients._PROCESSOR, 0.5))
+    ]
+    assert "| 50 | mapped | 3.0 | 10.0 | 700 |" in many_clients.markdown(rows)
