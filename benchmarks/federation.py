@@ -350,7 +350,7 @@ def profile_rows(s: Setting, what: str, repeats: int) -> list[report.Row]:
 
 
 def _profile_table(lines: Sequence[report.Row]) -> str:
-    table = [["where our time on one core goes", "seconds", "share"], ["---", "--:", "--:"]]
+    table = [["where our processor time goes, in one process", "seconds", "share"], ["---", "--:", "--:"]]
     table += [[row.contestant, f"{row.median_ms / 1e3:.2f}", f"{row.share_of_bandwidth:.1%}"] for row in lines]
     passes = sum(row.share_of_bandwidth for row in lines if row.contestant in round_profile.PASSES)
     table.append(["**not forward and backward passes**", "", f"**{1 - passes:.1%}**"])
