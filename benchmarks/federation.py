@@ -376,6 +376,8 @@ def markdown(every: Sequence[report.Row]) -> str:
             ]
         )
     source = f"pfl_ext {first.pfl_ext}" + (f" at commit {first.commit}" if first.commit else "")
+    if parts and parts[0].commit != first.commit:
+        source += f" (the profile at {parts[0].commit})"
     return (
         "\n".join("| " + " | ".join(line) + " |" for line in table)
         + f"\n\nOne round of FedAvg as in PFLlib's MNIST quick start, run on {first.shapes}: {first.clients} clients, "
