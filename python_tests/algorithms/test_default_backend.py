@@ -51,7 +51,8 @@ def test_both_backends_give_the_same_models_to_within_rounding(tmp_path: Path) -
     for native in ("0", "1"):
         environment = {**os.environ, "PFL_EXT_NATIVE": native, "PYTHONPATH": os.pathsep.join(sys.path)}
         path = tmp_path / f"{native}.safetensors"
-        subprocess.run([sys.executable, "-c", SCRIPT, str(path)], check=True, env=environment)
+        # Elsewhere than in the repository: there "-c" would import the tree, which has no library in it.
+        subprocess.run([sys.executable, "-c", SCRIPT, str(path)], check=True, env=environment, cwd=tmp_path)
         found.append(load_file(path))
     assert found[0].keys() == found[1].keys() and len(found[0]) == 6 * 4
     # Four steps a round on numbers around 1. Sums of up to 403 terms are rounded in another order: 403 eps in each of

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +113,9 @@ def test_a_process_killed_at_any_moment_leaves_whole_records(tmp_path):
     command = [sys.executable, "-c", WRITER, tmp_path / "run"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == b"writes\n"
-        for _ in range(200):  # meanwhile others read
-            if len(ResultsFolder.open(tmp_path / "run").records()) >= 25:
-                break
+        patience = time.monotonic() + 60
+        while len(ResultsFolder.open(tmp_path / "run").records()) < 25:  # meanwhile others read
+            assert time.monotonic() < patience, "the process does not write"
         process.kill()
     folder = ResultsFolder.open(tmp_path / "run")
     records = folder.records()

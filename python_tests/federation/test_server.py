@@ -30,7 +30,7 @@ class _Noisy(FedAvg):
         loss = server.model(dropped).square().mean()
         gradients = torch.autograd.grad(loss, server.model.trained)
         server["model"] = server["model"] - 0.1 * torch.cat([g.flatten() for g in gradients])
-        server.report["distance"] = float(loss)
+        server.report["distance"] = loss.item()
 
 
 @dataclass(frozen=True)
