@@ -65,7 +65,7 @@ class FedRoD(Method):
         self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
     def _head(self, model: WorkingModel) -> Tensor:
-        return model.entries(self.head or model.last_layer())
+        return model.head(self.head)
 
     def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
         """phi_k, zero at first, and the personal model."""

@@ -140,3 +140,12 @@ def test_what_a_server_keeps_for_each_client_is_drawn_from_the_seed_and_resumed(
     assert torch.equal(resumed.server["turns"], whole.server["turns"])
     other = Federation(Counting(), network, dataset, partition, Settings(seed=6))
     assert not torch.equal(other.server["turns"], start)
+
+
+def test_a_client_receives_the_servers_vectors_as_they_are(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(FedAvg(local_epochs=0), network, dataset, partition, Settings(rounds=2))
+    before = run.server["model"].clone()
+    run.run()  # nobody trains: what comes back is what was sent, up to the rounding of an average of equal models
+    torch.testing.assert_close(run.server["model"], before, rtol=1e-6, atol=0)
