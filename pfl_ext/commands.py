@@ -421,7 +421,7 @@ def sweep(arguments: Sequence[str]) -> int:
             _write_tables(tail_rows, folder, "tails")
         print(table(rows, style=parsed.style))
         if not parsed.no_plots:
-            _draw_sweep(curves, folder)
+            _draw_sweep(curves, folder, any(made.settings.new_clients for _, made in experiments))
         print(f"{len(every)} points on {experiments[0][1].data}: results in {folder}")
     return status[0]
 
@@ -535,13 +535,16 @@ def _short(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _draw_sweep(points: Sequence[tuple[Mapping[str, Any], Runs]], folder: Path) -> None:
-    """A picture of the results over each option that has several values, if only one has."""
+def _draw_sweep(points: Sequence[tuple[Mapping[str, Any], Runs]], folder: Path, new_clients: bool) -> None:
+    """A picture of the results over the option that has several values, if only one has; one more of new clients."""
     varied = [name for name in points[0][0] if len({str(values[name]) for values, _ in points}) > 1]
     if len(varied) != 1:
         return
+    drawn = [(values[varied[0]], runs) for values, runs in points]
     try:
-        option_curves([(values[varied[0]], runs) for values, runs in points], folder / "sweep.png", varied[0])
+        option_curves(drawn, folder / "sweep.png", varied[0])
+        if new_clients:
+            option_curves(drawn, folder / "new-clients.png", varied[0], new_clients=True)
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
 

@@ -98,7 +98,19 @@ def test_a_sweep_over_one_option_is_drawn(tmp_path: Path) -> None:
     assert main(["sweep", "ditto", "fedavg", *arguments]) == 0
     assert (tmp_path / "out" / "sweep.png").read_bytes()[1:4] == b"PNG"
     assert len(list((tmp_path / "out").rglob("density.png"))) == 2  # a picture of the clients at each point
+    assert not (tmp_path / "out" / "new-clients.png").exists()
     assert main(["sweep", "ditto", "fedavg", "--resume", *_config(tmp_path, text)]) == 0  # nothing is left to do
+
+
+def test_new_clients_have_a_column_and_a_picture_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = FILE + '[sweep]\n"method.ditto.fine_tune_epochs" = [1, 2]\n'
+    arguments = _config(tmp_path, text)
+    arguments.remove("--no-plots")
+    assert main(["sweep", "ditto", "--new-clients", "1", *arguments]) == 0
+    assert "personal: new clients" in capsys.readouterr().out
+    assert (tmp_path / "out" / "new-clients.png").read_bytes() != (tmp_path / "out" / "sweep.png").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,9 @@ def _tiny(comparison: Comparison, folder: Path) -> Comparison:
     cut["clients"] = 4
     if cut.get("server", 0.0) > 0.5:  # a way to use a part of the data
         cut["server"] = 0.0
+    late = min(1, sections["federation"].get("new_clients", 0))
     for own in (sections["federation"], *(t for t in sections["federation"].values() if isinstance(t, dict))):
-        own.update({"rounds": 1, "workers": 1, "participation": 1.0, "new_clients": 0})
+        own.update({"rounds": 1, "workers": 1, "participation": 1.0, "new_clients": late})
     sections.setdefault("method", {})
     for label in comparison.labels:
         known = method_options(method_of(label, sections))

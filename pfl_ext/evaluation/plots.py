@@ -98,12 +98,17 @@ def accuracy_curves(
 
 
 def _curve(
-    seeds: Sequence[Sequence[Mapping[str, Any]]], model: str, split: str, metric: str, statistic: str
+    seeds: Sequence[Sequence[Mapping[str, Any]]],
+    model: str,
+    split: str,
+    metric: str,
+    statistic: str,
+    group: str = "models",
 ) -> dict[int, list[float]]:
-    """The values of each evaluated round, one a seed."""
+    """The values of each evaluated round, one a seed; ``group`` is where a record has them."""
     curve: dict[int, list[float]] = {}
     for record in (record for history in seeds for record in history):
-        value = record.get("models", {}).get(model, {}).get(split, {}).get(metric, {}).get(statistic)
+        value = record.get(group, {}).get(model, {}).get(split, {}).get(metric, {}).get(statistic)
         if value is not None:
             curve.setdefault(record["round"], []).append(scale_of(metric) * value)
     return curve
@@ -156,7 +161,11 @@ def client_distribution(runs: Runs, path: str | os.PathLike[str], metric: str = 
 
 
 def option_curves(
-    points: Sequence[tuple[Any, Runs]], path: str | os.PathLike[str], option: str, metric: str = "accuracy"
+    points: Sequence[tuple[Any, Runs]],
+    path: str | os.PathLike[str],
+    option: str,
+    metric: str = "accuracy",
+    new_clients: bool = False,
 ) -> None:
     """Draw the last local-test metric over the values of an option: a colour a method, a line style a model.
 
@@ -167,17 +176,19 @@ def option_curves(
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
         option: What to write at the axis.
         metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        new_clients: Of the clients that joined late, not of the others.
 
     Raises:
         ImportError: without matplotlib.
-        ValueError: no run was evaluated.
+        ValueError: no run was evaluated, or has such clients.
     """
+    group, whose = ("new_clients", "new") if new_clients else ("models", "the")
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for place, (_, runs) in enumerate(points):
         for name, run in runs.items():
             histories = [folder.records() for folder in folders_of(run)]
             for model in models_of(histories):
-                curve = _curve(histories, model, "test", metric, "mean")
+                curve = _curve(histories, model, "test", metric, "mean", group)
                 if curve:
                     found.setdefault((name, model), {})[place] = curve[max(curve)]
     if not found:
@@ -201,7 +212,7 @@ def option_curves(
     _legend(axes, labels)
     axes.set_xticks(range(len(points)), [str(value) for value, _ in points])
     axes.set_xlabel(option)
-    axes.set_ylabel(f"{_word(metric)}: mean over the clients' test sets{_unit(metric)}")
+    axes.set_ylabel(f"{_word(metric)}: mean over {whose} clients' test sets{_unit(metric)}")
     _save(figure, path)
 
 

@@ -175,12 +175,13 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     """One row a method, from the last evaluated round unless the column says otherwise.
 
     For each model: ``local test`` is the statistic over the clients' own test sets, ``std`` the standard deviation over
-    the clients, ``global test`` the result on the union of the test sets. Then, for the ``model`` that the method gives
-    its clients (the personal one if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %`` over the clients;
-    ``best by validation``, the local test in the round that the validation data choose; ``best on test``, which is an
-    upper bound and no result. Last, what it cost: the rounds until the global model (else the given one) had 99 % of
-    its highest accuracy, the bytes up and down of all rounds, the parameters that a client trains
-    (``trained_parameters`` in the records' ``training``), the median time of a round.
+    the clients, ``global test`` the result on the union of the test sets, ``new clients`` the statistic over those that
+    joined late, who are in no other mean. Then, for the ``model`` that the method gives its clients (the personal one
+    if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %`` over the clients; ``best by validation``, the local
+    test in the round that the validation data choose; ``best on test``, which is an upper bound and no result. Last,
+    what it cost: the rounds until the global model (else the given one) had 99 % of its highest accuracy, the bytes up
+    and down of all rounds, the parameters that a client trains (``trained_parameters`` in the records' ``training``),
+    the median time of a round.
 
     Args:
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
@@ -310,10 +311,15 @@ def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric:
     # What clients do on their own after the last round is a record too, and no round.
     rounds_only = [record for record in history if record["round"] > 0 and "stage" not in record]
     cells: dict[str, Any] = {"rounds": len(rounds_only)}
+    joined: Mapping[str, Any] = next(
+        (record["new_clients"] for record in reversed(history) if "new_clients" in record), {}
+    )
     for model in models:
         cells[f"{model}: local test"] = cell(model, "last", "test", statistic)
         cells[f"{model}: std"] = cell(model, "last", "test", "std")
         cells[f"{model}: global test"] = cell(model, "last", "global_test", statistic)
+        late = joined.get(model, {}).get("test", {}).get(metric, {}).get(statistic)
+        cells[f"{model}: new clients"] = None if late is None else scale * late
     cells["model"] = given
     cells["variance"] = cell(given, "last", "test", "variance", scale**2)
     cells["lowest 5 %"] = cell(given, "last", "test", "lowest5")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.evaluation import Spread, comparison, per_user, table, tails, transpose
+from pfl_ext.evaluation import Spread, comparison, per_user, summarize, table, tails, transpose
 
 NASTY = "a|b\\c `d` *e* _f_ [g](h) <i> ~j~ $k$ &amp; #l %m {n} ^o"
 text = st.text(st.sampled_from(list("ab01 |\\`*_[]()<>~$&#%{}^\"',;\n\t±é-")), max_size=12)
@@ -191,6 +191,18 @@ def test_comparison_of_runs_without_evaluation_still_tells_the_cost(make_run):
     folder.append({"round": 1, "seconds": 2.0, "clients": []})
     assert comparison({"A": folder}) == [{"method": "A", "rounds": 1, "seconds a round": 2.0}]
     assert comparison({}) == []
+
+
+def test_comparison_shows_new_clients_apart(make_run):
+    folder = make_run("a", [0.5, 0.7])
+    last = folder.records()[-1]
+    late = {"personal": {"test": {"accuracy": summarize([0.1, 0.3])}}}
+    folder.append({"round": 5, "stage": "personalized", "models": last["models"], "new_clients": late})
+    row, other = comparison({"A": folder, "B": make_run("b", [0.5])})
+    assert row["personal: new clients"] == pytest.approx(20)
+    assert row["personal: local test"] == pytest.approx(60)
+    assert other["personal: new clients"] is None
+    assert "global: new clients" not in row
 
 
 def test_tails_are_the_lowest_and_top_five_per_cent_of_each_model(make_run):
