@@ -102,7 +102,8 @@ def test_peak_memory_sees_what_was_freed_again():
     assert result.numel() == 2**20
     if peak is None:
         pytest.skip("this system keeps no high-water mark")
-    assert 60 * 2**20 < peak < 72 * 2**20
+    # At least the largest; at most all together, should the allocator keep what was freed.
+    assert 60 * 2**20 < peak < (64 + 16 + 1 + 8) * 2**20
 
 
 def test_bandwidth_is_read_from_a_large_enough_buffer():
