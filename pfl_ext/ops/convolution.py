@@ -4,8 +4,9 @@ r"""A convolution, the largest of each 2x2 cell, and ReLU as one: the block that
 
 .. math:: y = \max(0, \mathrm{pool}_{2 \times 2}(w * x + b))
 
-Behind the pooling at most one number of four in a cell has a gradient, and none where ReLU cut it off. The backward
-pass sums over those alone, where the layers one by one multiply by the zeros as well.
+The convolution is pooled in registers and never written out. Behind the pooling at most one number of four in a cell
+has a gradient, and none where ReLU cut it off: the backward pass sums over those alone, where the layers one by one
+multiply by the zeros as well.
 """
 
 from __future__ import annotations
@@ -38,20 +39,27 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous()
 
 
-def _pool_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    y, places = F.max_pool2d(_channels_second(x), 2, return_indices=True)
-    rows, columns = places // x.shape[2], places % x.shape[2]
+def _forward_reference(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    z = F.conv2d(_channels_second(x), _channels_second(weight), bias)
+    if min(z.shape[2:]) < 2:  # torch refuses to pool what has no cell
+        return _forward_fake(x, weight, bias)
+    y, places = F.max_pool2d(z, 2, return_indices=True)
+    rows, columns = places // z.shape[3], places % z.shape[3]
     which = torch.where(y <= 0, 4, rows % 2 * 2 + columns % 2).to(torch.uint8)
     return _channels_last(F.relu(y)), _channels_last(which)
 
 
-def _pool_fake(x: Tensor) -> tuple[Tensor, Tensor]:
-    y = x.new_empty((x.shape[0], x.shape[1] // 2, x.shape[2] // 2, x.shape[3]))
+def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = ((x.shape[i] - weight.shape[i] + 1) // 2 for i in (1, 2))
+    y = x.new_empty((x.shape[0], rows, columns, weight.shape[0]))
     return y, torch.empty_like(y, dtype=torch.uint8)
 
 
-_pool = declare(
-    "max_pool_relu(Tensor x) -> (Tensor, Tensor)", reference=_pool_reference, fake=_pool_fake, plain_on=_NO_KERNEL
+_forward = declare(
+    "conv_pool_relu_forward(Tensor x, Tensor weight, Tensor bias) -> (Tensor, Tensor)",
+    reference=_forward_reference,
+    fake=_forward_fake,
+    plain_on=_NO_KERNEL,
 )
 
 
@@ -115,7 +123,7 @@ class _ConvPoolReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y, which = _pool(_channels_last(F.conv2d(x, weight, bias)))
+        y, which = _forward(_channels_last(x), _channels_last(weight), bias.contiguous())
         ctx.save_for_backward(x, weight, bias, which)
         return _channels_second(y)
 
@@ -136,9 +144,10 @@ class _ConvPoolReLU(torch.autograd.Function):
 def conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     r"""``relu(max_pool2d(conv2d(x, weight, bias), 2))``, with a backward pass that leaves out the zeros.
 
-    The result has the bits of those three; the gradients are the same sums in another order. In float32 and float64 on
-    a CPU it is kernels of ours behind torch's convolution; without the native library, on other devices, in other
-    types, inside ``torch.func``'s transforms and for gradients of gradients it is the three layers.
+    Result and gradients are the same sums as those three have, in an order of their own: the same bits for any number
+    of threads, the gradients also on every instruction set, the result on those with fused multiply-add. In float32 and
+    float64 on a CPU it is kernels of ours; without the native library, on other devices, in other types, inside
+    ``torch.func``'s transforms and for gradients of gradients it is the three layers.
 
     Args:
         x: [samples, inputs, height, width].

@@ -19,6 +19,7 @@ SHAPES = {
     "lenet 1": (2, 3, 32, 32, 6, 5),
     "lenet 2": (3, 6, 14, 14, 16, 5),
     "odd sides": (3, 2, 7, 10, 5, 3),
+    "short stretches": (3, 2, 9, 11, 37, 3),
     "kernel of one": (2, 5, 8, 9, 70, 1),
     "long stretches": (2, 67, 9, 9, 17, 5),
     "one cell": (1, 1, 3, 3, 1, 2),
@@ -52,17 +53,47 @@ def upstream_of(y, seed=1):
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y)
 
 
+def on_every_isa_and_threads(run):
+    """What ``run`` gives, by instruction set and number of threads; by None without the library."""
+    isa, threads, found = _native.isa(), torch.get_num_threads(), {}
+    try:
+        for name in _native.available_isas() or (None,):
+            for count in (1, 3):
+                if name is not None:
+                    _native.set_isa(name)
+                torch.set_num_threads(count)
+                found[name, count] = run()
+    finally:
+        torch.set_num_threads(threads)
+        if isa is not None:
+            _native.set_isa(isa)
+    return found
+
+
+def channels_last(x):
+    """What the ops take."""
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "no cell"])
 @pytest.mark.parametrize("memory", MEMORY)
-def test_the_result_has_the_bits_of_the_three_layers(device, shape, memory):
-    x, weight, bias = (t.detach() for t in tensors(shape, device=device))
-    x, weight = (t.contiguous(memory_format=MEMORY[memory]) for t in (x, weight))
-    expected = layers(*(t.contiguous(memory_format=torch.channels_last) for t in (x, weight)), bias)
-    y = conv_pool_relu(x, weight, bias)
-    assert y.shape == expected.shape
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)  # convolutions differ by memory format
-    if memory == "channels last":
-        assert torch.equal(y, expected)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_the_result_is_that_of_the_three_layers_but_for_rounding(device, shape, memory, dtype):
+    x, weight, bias = (t.detach() for t in tensors(shape, dtype, device))
+    expected = layers(x.double(), weight.double(), bias.double())
+    # A sum of n products and a bias has an error of at most (n + 1) roundings of the sum of their sizes; the largest of
+    # a cell is off by no more than the worst of it. In float64 both sides round.
+    size = F.max_pool2d(F.conv2d(x.double().abs(), weight.double().abs(), bias.double().abs()), 2)
+    bound = (weight[0].numel() + 1) * torch.finfo(dtype).eps * size
+    y = conv_pool_relu(*(t.contiguous(memory_format=MEMORY[memory]) for t in (x, weight)), bias)
+    assert y.shape == expected.shape and y.dtype == dtype
+    assert bool(((y.double() - expected).abs() <= bound).all())
+
+
+def test_where_no_cell_fits_nothing_comes_out():
+    x, weight, bias = (t.detach() for t in tensors("no cell"))
+    for y in OPS["conv_pool_relu_forward"](channels_last(x), channels_last(weight), bias):
+        assert y.shape == (2, 0, 0, 4)
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "no cell"])
@@ -73,8 +104,8 @@ def test_gradients_are_those_of_the_three_layers_but_for_rounding(device, shape,
     upstream = upstream_of(conv_pool_relu(*given))
     # Where two numbers of a cell are nearly equal, rounding may choose another one than in float64: the choice is
     # taken from what is tested, the sums are in float64.
-    y, which = OPS["max_pool_relu"](F.conv2d(*given).detach().permute(0, 2, 3, 1).contiguous())
-    del y
+    x, weight, bias = (t.detach() for t in given)
+    which = OPS["conv_pool_relu_forward"](channels_last(x), channels_last(weight), bias)[1]
     full = OPS["conv_pool_relu_backward"].reference(
         upstream.double().permute(0, 2, 3, 1).contiguous(),
         which,
@@ -99,35 +130,37 @@ def test_gradients_are_those_of_the_three_layers_but_for_rounding(device, shape,
         assert bool(((actual.double() - e).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("shape", ["cnn 1", "cnn 2", "lenet 2", "odd sides", "long stretches"])
+@pytest.mark.parametrize("shape", ["cnn 1", "cnn 2", "lenet 2", "odd sides", "short stretches", "long stretches"])
 def test_gradients_have_the_same_bits_on_every_instruction_set_and_number_of_threads(shape):
-    given = tensors(shape)
-    upstream = upstream_of(conv_pool_relu(*given))
-    isa, threads = _native.isa(), torch.get_num_threads()
-    found = []
-    try:
-        for name in _native.available_isas() or (None,):
-            for count in (1, 3):
-                if name is not None:
-                    _native.set_isa(name)
-                torch.set_num_threads(count)
-                found.append(gradients(conv_pool_relu, given, upstream))
-    finally:
-        torch.set_num_threads(threads)
-        if isa is not None:
-            _native.set_isa(isa)
-    for other in found[1:] if isa is not None else []:
+    x, weight, bias = (t.detach() for t in tensors(shape))
+    y, which = OPS["conv_pool_relu_forward"](channels_last(x), channels_last(weight), bias)
+    arguments = (upstream_of(y), which, channels_last(x), channels_last(weight), True)
+    found = list(on_every_isa_and_threads(lambda: OPS["conv_pool_relu_backward"](*arguments)).values())
+    for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize("shape", ["cnn 1", "cnn 2", "lenet 2", "odd sides", "kernel of one", "long stretches"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_results_have_the_same_bits_for_any_threads_and_wherever_products_are_not_rounded(shape, dtype):
+    x, weight, bias = (t.detach() for t in tensors(shape, dtype))
+    found = on_every_isa_and_threads(
+        lambda: OPS["conv_pool_relu_forward"](channels_last(x), channels_last(weight), bias)
+    )
+    for (isa, _), (y, which) in found.items():
+        same = found["baseline" if isa == "baseline" else next(reversed(found))[0], 1] if isa else found[None, 1]
+        assert torch.equal(y, same[0]) and torch.equal(which, same[1])
 
 
 @pytest.mark.parametrize("shape", ["cnn 2", "odd sides", "one cell"])
 def test_kernel_and_reference_choose_the_same_and_agree(device, shape):
     x, weight, bias = (t.detach() for t in tensors(shape, torch.float64, device))
-    z = F.conv2d(x, weight, bias).permute(0, 2, 3, 1).contiguous()
-    for mine, reference in zip(OPS["max_pool_relu"](z), OPS["max_pool_relu"].reference(z), strict=True):
-        assert torch.equal(mine, reference)
-    y, which = OPS["max_pool_relu"](z)
-    arguments = (upstream_of(y), which, x.permute(0, 2, 3, 1).contiguous(), weight.permute(0, 2, 3, 1).contiguous())
+    given = (channels_last(x), channels_last(weight), bias)
+    y, which = OPS["conv_pool_relu_forward"](*given)
+    expected, chosen = OPS["conv_pool_relu_forward"].reference(*given)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(which, chosen)
+    arguments = (upstream_of(y), which, *given[:2])
     for for_x in (True, False):
         found = OPS["conv_pool_relu_backward"](*arguments, for_x)
         for mine, reference in zip(found, OPS["conv_pool_relu_backward"].reference(*arguments, for_x), strict=True):
@@ -191,18 +224,27 @@ def test_shapes_that_do_not_fit_are_refused(device):
     with pytest.raises(RuntimeError):
         conv_pool_relu(x, weight[:, :1], bias)
     if device == "cpu" and _native.isa() is not None:
-        z = x.permute(0, 2, 3, 1)
+        forward = OPS["conv_pool_relu_forward"]
         with pytest.raises(RuntimeError, match=r"x is float32 .*; a contiguous float32 or float64 tensor of 4"):
-            OPS["max_pool_relu"](z)
-        y, which = OPS["max_pool_relu"](z.contiguous())
+            forward(x.permute(0, 2, 3, 1), channels_last(weight), bias)
+        with pytest.raises(RuntimeError, match=r"bias is float64 .* of the type of the others"):
+            forward(channels_last(x), channels_last(weight), bias.double())
+        for wrong in (
+            (weight[:, :1], bias),
+            (weight, bias[1:]),
+            (weight[:, :, :0], bias),
+            (weight.tile(1, 1, 3, 1), bias),
+        ):
+            with pytest.raises(RuntimeError, match="do not fit"):
+                forward(channels_last(x), channels_last(wrong[0]), wrong[1])
+        y, which = forward(channels_last(x), channels_last(weight), bias)
         with pytest.raises(RuntimeError, match="do not fit"):
-            OPS["conv_pool_relu_backward"](y, which, z.contiguous(), weight.permute(0, 2, 3, 1).contiguous(), True)
+            OPS["conv_pool_relu_backward"](y[:1], which[:1], channels_last(x), channels_last(weight), True)
 
 
 def test_the_ops_pass_opcheck(device_type):
     x, weight, bias = (t.detach() for t in tensors("odd sides", torch.float64, device_type))
-    z = F.conv2d(x, weight, bias).permute(0, 2, 3, 1).contiguous()
-    torch.library.opcheck(OPS["max_pool_relu"].overload, (z,))
-    y, which = OPS["max_pool_relu"](z)
-    arguments = (y, which, x.permute(0, 2, 3, 1).contiguous(), weight.permute(0, 2, 3, 1).contiguous(), True)
-    torch.library.opcheck(OPS["conv_pool_relu_backward"].overload, arguments)
+    given = (channels_last(x), channels_last(weight), bias)
+    torch.library.opcheck(OPS["conv_pool_relu_forward"].overload, given)
+    y, which = OPS["conv_pool_relu_forward"](*given)
+    torch.library.opcheck(OPS["conv_pool_relu_backward"].overload, (y, which, *given[:2], True))

@@ -1,11 +1,19 @@
 // Built once per instruction set with -DPFL_ISA=<namespace>; see averaging.cpp for what that forbids.
 //
+// A patch is KH stretches of KW * inputs numbers that lie next to each other, in x as in the weights: the taps. The
+// convolution multiplies each with vectors of outputs and pools what it has in registers.
+//
 // Behind a 2x2 pooling at most a quarter of a convolution's gradient is not zero, and ReLU cuts off some of that. The
-// gradients here are sums over what is left, each term a number times a patch: KH stretches of KW * inputs numbers that
-// lie next to each other, in x as in the weights. Every element is summed in one order, whatever the vectors hold.
+// gradients here are sums over what is left, each term a number times a patch. Every element is summed in one order,
+// whatever the vectors hold.
 #include "cpu/kernels/convolution.h"
 
 #include <cstring>
+#include <type_traits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace pfl::cpu::PFL_ISA {
 namespace {
@@ -39,6 +47,190 @@ inline V load(const T* p) {
   memcpy(&result, p, sizeof(V));
   return result;
 }
+
+// ---- the convolution with its pooling -------------------------------------------------------------------------------
+
+template <typename T>
+constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
+template <typename T>
+using wide_t = vector_t<T, kLanes<T>>;
+template <typename T>
+using index_t = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+template <typename T>
+using places_t = vector_t<index_t<T>, kLanes<T>>;
+
+// Vectors of outputs, and cells of a row, that are summed at once: what registers hold.
+constexpr int kVectors = 2;
+#if defined(__AVX512F__)
+constexpr int kCells = 2;
+#else
+constexpr int kCells = 1;
+#endif
+template <typename T>
+constexpr int64_t kBlock = kVectors * kLanes<T>;
+
+// sum + factor * v, rounded once wherever the instruction set can: that is a third faster here, and torch's convolution
+// has no order of its own to keep to.
+template <typename T>
+inline wide_t<T> multiply_add(T factor, wide_t<T> v, wide_t<T> sum) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (wide_t<T>)_mm512_fmadd_ps(_mm512_set1_ps(factor), (__m512)v, (__m512)sum);
+  } else {
+    return (wide_t<T>)_mm512_fmadd_pd(_mm512_set1_pd(factor), (__m512d)v, (__m512d)sum);
+  }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) {
+    return (wide_t<T>)_mm256_fmadd_ps(_mm256_set1_ps(factor), (__m256)v, (__m256)sum);
+  } else {
+    return (wide_t<T>)_mm256_fmadd_pd(_mm256_set1_pd(factor), (__m256d)v, (__m256d)sum);
+  }
+#else
+  return sum + factor * v;
+#endif
+}
+
+// Outputs are taken in blocks; the last may be of fewer vectors.
+template <typename T>
+int64_t block_vectors(int64_t outputs, int64_t first) {
+  return outputs - first > kLanes<T> ? kVectors : 1;
+}
+
+template <typename T>
+int64_t packed_block(const ConvolutionShape& s) {
+  return (1 + s.taps()) * kBlock<T>;
+}
+
+// Of each block bias and weights, tap by tap, the outputs next to each other; zeros behind the last.
+template <typename T>
+void pack(const ConvolutionShape& s, const T* weight, const T* bias, T* packed) {
+  for (int64_t first = 0; first < s.outputs; first += kBlock<T>, packed += packed_block<T>(s)) {
+    const int64_t width = block_vectors<T>(s.outputs, first) * kLanes<T>;
+    const int64_t outputs = s.outputs - first < width ? s.outputs - first : width;
+    if (outputs < width) memset(packed, 0, (1 + s.taps()) * width * sizeof(T));
+    for (int64_t o = 0; o < outputs; ++o) {
+      packed[o] = bias[first + o];
+      const T* taps = weight + (first + o) * s.taps();
+      for (int64_t t = 0; t < s.taps(); ++t) packed[(1 + t) * width + o] = taps[t];
+    }
+  }
+}
+
+// One block of outputs of kCellsHere cells that lie next to each other. The largest of four, or zero, is written to y,
+// and to `which` the one it is. NaN is the largest, and no less than zero, as in torch.
+template <typename T, int kCellsHere, int kVectorsHere>
+void convolve_cells(const ConvolutionShape& s, const T* x, const T* packed, int64_t outputs, T* y, uint8_t* which) {
+  using V = wide_t<T>;
+  using Places = places_t<T>;
+  constexpr int kWidth = kVectorsHere * kLanes<T>;
+  const int64_t row = s.width * s.inputs;
+  const int64_t length = s.kernel_width * s.inputs;
+  V sums[2][2 * kCellsHere][kVectorsHere];
+  for (int down = 0; down < 2; ++down) {
+    for (int right = 0; right < 2 * kCellsHere; ++right) {
+      for (int v = 0; v < kVectorsHere; ++v) sums[down][right][v] = load<V>(packed + v * kLanes<T>);
+    }
+  }
+  packed += kWidth;
+  for (int64_t i = 0; i < s.kernel_height; ++i) {
+    const T* at = x + i * row;
+    for (int64_t t = 0; t < length; ++t, ++at, packed += kWidth) {
+      V weights[kVectorsHere];
+      for (int v = 0; v < kVectorsHere; ++v) weights[v] = load<V>(packed + v * kLanes<T>);
+      for (int down = 0; down < 2; ++down) {
+        for (int right = 0; right < 2 * kCellsHere; ++right) {
+          const T factor = at[down * row + right * s.inputs];
+          for (int v = 0; v < kVectorsHere; ++v) {
+            sums[down][right][v] = multiply_add<T>(factor, weights[v], sums[down][right][v]);
+          }
+        }
+      }
+    }
+  }
+  for (int cell = 0; cell < kCellsHere; ++cell) {
+    T values[kWidth];
+    uint8_t indices[kWidth];
+    for (int v = 0; v < kVectorsHere; ++v) {
+      V best = sums[0][2 * cell][v];
+      Places place = {};
+      for (int other = 1; other < 4; ++other) {
+        const V challenger = sums[other / 2][2 * cell + other % 2][v];
+        const Places wins = (challenger > best) | (challenger != challenger);
+        best = wins ? challenger : best;
+        place = wins ? Places{} + other : place;
+      }
+      const Places cut = best <= V{};
+      best = cut ? V{} : best;
+      place = cut ? Places{} + 4 : place;
+      memcpy(values + v * kLanes<T>, &best, sizeof(V));
+      const auto bytes = __builtin_convertvector(place, vector_t<uint8_t, kLanes<T>>);
+      memcpy(indices + v * kLanes<T>, &bytes, sizeof(bytes));
+    }
+    if (outputs == kWidth) {  // a length that the compiler knows
+      memcpy(y + cell * s.outputs, values, sizeof(values));
+      memcpy(which + cell * s.outputs, indices, sizeof(indices));
+    } else {
+      memcpy(y + cell * s.outputs, values, outputs * sizeof(T));
+      memcpy(which + cell * s.outputs, indices, outputs);
+    }
+  }
+}
+
+template <typename T, int kVectorsHere>
+void convolve_block(const ConvolutionShape& s, int64_t begin, int64_t end, const T* x, const T* packed, int64_t first,
+                    T* y, uint8_t* which) {
+  const int64_t width = kVectorsHere * kLanes<T>;
+  const int64_t outputs = s.outputs - first < width ? s.outputs - first : width;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* from = x + (row / s.cell_rows() * s.height + row % s.cell_rows() * 2) * s.width * s.inputs;
+    int64_t to = row * s.cell_columns() * s.outputs + first;
+    int64_t column = 0;
+    for (; column + kCells <= s.cell_columns(); column += kCells, to += kCells * s.outputs) {
+      convolve_cells<T, kCells, kVectorsHere>(s, from + 2 * column * s.inputs, packed, outputs, y + to, which + to);
+    }
+    for (; column < s.cell_columns(); ++column, to += s.outputs) {
+      convolve_cells<T, 1, kVectorsHere>(s, from + 2 * column * s.inputs, packed, outputs, y + to, which + to);
+    }
+  }
+}
+
+template <typename T>
+void convolve(const ConvolutionShape& s, int64_t begin, int64_t end, const T* x, const T* packed, T* y,
+              uint8_t* which) {
+  for (int64_t first = 0; first < s.outputs; first += kBlock<T>, packed += packed_block<T>(s)) {
+    const auto run = block_vectors<T>(s.outputs, first) == 1 ? convolve_block<T, 1> : convolve_block<T, kVectors>;
+    run(s, begin, end, x, packed, first, y, which);
+  }
+}
+
+int64_t packed_bytes(DType dtype, const ConvolutionShape& s) {
+  if (dtype == DType::kFloat64) {
+    return (s.outputs + kBlock<double> - 1) / kBlock<double> * packed_block<double>(s) * sizeof(double);
+  }
+  return (s.outputs + kBlock<float> - 1) / kBlock<float> * packed_block<float>(s) * sizeof(float);
+}
+
+void pack(DType dtype, const ConvolutionShape& shape, const void* weight, const void* bias, void* packed) {
+  if (dtype == DType::kFloat64) {
+    pack(shape, static_cast<const double*>(weight), static_cast<const double*>(bias), static_cast<double*>(packed));
+  } else {
+    pack(shape, static_cast<const float*>(weight), static_cast<const float*>(bias), static_cast<float*>(packed));
+  }
+}
+
+void convolve(DType dtype, const ConvolutionShape& shape, int64_t begin, int64_t end, const void* x, const void* packed,
+              void* y, uint8_t* which) {
+  if (dtype == DType::kFloat64) {
+    convolve(shape, begin, end, static_cast<const double*>(x), static_cast<const double*>(packed),
+             static_cast<double*>(y), which);
+  } else {
+    convolve(shape, begin, end, static_cast<const float*>(x), static_cast<const float*>(packed), static_cast<float*>(y),
+             which);
+  }
+}
+
+// ---- its gradients
+// ----------------------------------------------------------------------------------------------------
 
 // A number, and where in `from` the patch begins that it multiplies.
 template <typename T>
@@ -168,6 +360,140 @@ class Cut {
   SumTerms<T> full_, end_;
 };
 
+#if defined(__AVX2__)
+// With one input or two a stretch fills no vector. Then outputs lie in vectors, and of the four numbers that a tap may
+// have met in a cell each output takes its own. The order of the sums is that of sum_terms, with zeros for what was
+// cut.
+constexpr int kTaps = 5;
+
+bool is_short(const ConvolutionShape& s) { return s.kernel_width * s.inputs < 8 && s.outputs >= 16; }
+
+// The staged cells of a sample, one block of outputs each: factors, and which of four numbers they multiply.
+struct Staged {
+  float factors[kBlock<float>];
+  int32_t places[kBlock<float>];
+};
+
+// Four numbers, then zeros: what place 4 takes. By intrinsics: GCC goes through memory otherwise.
+inline wide_t<float> with_zeros(const float* four) {
+#if defined(__AVX512F__)
+  return (wide_t<float>)_mm512_zextps128_ps512(_mm_loadu_ps(four));
+#else
+  return (wide_t<float>)_mm256_zextps128_ps256(_mm_loadu_ps(four));
+#endif
+}
+
+// sums[tap] += sum over the cells of factor * the number chosen of quads[cell's origin + tap's offset].
+template <int kTapsHere>
+void sum_chosen(const Staged* cells, const int64_t* origins, int64_t count, const float* quads, const int64_t* offsets,
+                float* to) {
+  using V = wide_t<float>;
+  using Places = places_t<float>;
+  V sums[kTapsHere][kVectors];
+  for (int t = 0; t < kTapsHere; ++t) {
+    for (int v = 0; v < kVectors; ++v) sums[t][v] = load<V>(to + t * kBlock<float> + v * kLanes<float>);
+  }
+  for (int64_t cell = 0; cell < count; ++cell) {
+    V factors[kVectors];
+    Places places[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      factors[v] = load<V>(cells[cell].factors + v * kLanes<float>);
+      places[v] = load<Places>(cells[cell].places + v * kLanes<float>);
+    }
+    for (int t = 0; t < kTapsHere; ++t) {
+      const V choice = with_zeros(quads + 4 * (origins[cell] + offsets[t]));
+      for (int v = 0; v < kVectors; ++v) sums[t][v] += factors[v] * __builtin_shuffle(choice, places[v]);
+    }
+  }
+  for (int t = 0; t < kTapsHere; ++t) {
+    for (int v = 0; v < kVectors; ++v) memcpy(to + t * kBlock<float> + v * kLanes<float>, &sums[t][v], sizeof(V));
+  }
+}
+
+void sum_chosen(int64_t taps, const Staged* cells, const int64_t* origins, int64_t count, const float* quads,
+                const int64_t* offsets, float* to) {
+  switch (taps) {
+    case 1:
+      return sum_chosen<1>(cells, origins, count, quads, offsets, to);
+    case 2:
+      return sum_chosen<2>(cells, origins, count, quads, offsets, to);
+    case 3:
+      return sum_chosen<3>(cells, origins, count, quads, offsets, to);
+    case 4:
+      return sum_chosen<4>(cells, origins, count, quads, offsets, to);
+    default:
+      return sum_chosen<kTaps>(cells, origins, count, quads, offsets, to);
+  }
+}
+
+// What weight_gradient_of_short_stretches keeps for itself, one behind the other.
+struct ShortWorkspace {
+  ShortWorkspace(const ConvolutionShape& s, char* memory)
+      : cells(reinterpret_cast<Staged*>(memory)),
+        origins(reinterpret_cast<int64_t*>(cells + s.cells())),
+        offsets(origins + s.cells()),
+        quads(reinterpret_cast<float*>(offsets + s.taps())),
+        sums(quads + 4 * s.height * s.width * s.inputs) {}
+
+  static int64_t bytes(const ConvolutionShape& s) {
+    const int64_t of_sums = (1 + s.taps()) * ((s.outputs + kBlock<float> - 1) / kBlock<float>)*kBlock<float>;
+    return s.cells() * (sizeof(Staged) + sizeof(int64_t)) + s.taps() * sizeof(int64_t) +
+           (4 * s.height * s.width * s.inputs + of_sums) * sizeof(float);
+  }
+
+  Staged* cells;
+  int64_t* origins;
+  int64_t* offsets;
+  float* quads;
+  float* sums;
+};
+
+void weight_gradient_of_short_stretches(const ConvolutionShape& s, int64_t begin, int64_t end, const float* grad,
+                                        const uint8_t* which, const float* x, char* memory, float* to_weight,
+                                        float* to_bias) {
+  const ShortWorkspace work(s, memory);
+  const int64_t row = s.width * s.inputs;
+  const int64_t sample = s.height * row;
+  const int64_t block_sums = (1 + s.taps()) * kBlock<float>;
+  for (int64_t cell = 0; cell < s.cells(); ++cell) work.origins[cell] = s.patch(cell, 0);
+  for (int64_t t = 0; t < s.taps(); ++t) {
+    const int64_t length = s.kernel_width * s.inputs;
+    work.offsets[t] = t / length * row + t % length;
+  }
+  memset(work.sums, 0, (end - begin + kBlock<float> - 1) / kBlock<float> * block_sums * sizeof(float));
+  for (int64_t n = 0; n < s.samples; ++n) {
+    // Each number with those to the right, below, and both. The last row and column begin no cell.
+    const float* own = x + n * sample;
+    for (int64_t i = 0; i < sample - row - s.inputs; ++i) {
+      const float quad[4] = {own[i], own[i + s.inputs], own[i + row], own[i + row + s.inputs]};
+      memcpy(work.quads + 4 * i, quad, sizeof(quad));
+    }
+    float* sums = work.sums;
+    for (int64_t first = begin; first < end; first += kBlock<float>, sums += block_sums) {
+      const int64_t outputs = end - first < kBlock<float> ? end - first : kBlock<float>;
+      for (int64_t cell = 0; cell < s.cells(); ++cell) {
+        const int64_t at = (n * s.cells() + cell) * s.outputs + first;
+        Staged& staged = work.cells[cell];
+        if (outputs < kBlock<float>) memset(&staged, 0, sizeof(staged));
+        for (int64_t o = 0; o < outputs; ++o) staged.places[o] = which[at + o];
+        for (int64_t o = 0; o < outputs; ++o) staged.factors[o] = staged.places[o] < 4 ? grad[at + o] : 0.0f;
+        for (int64_t o = 0; o < kBlock<float>; ++o) sums[o] += staged.factors[o];
+      }
+      for (int64_t t = 0; t < s.taps(); t += kTaps) {
+        const int64_t taps = s.taps() - t < kTaps ? s.taps() - t : kTaps;
+        sum_chosen(taps, work.cells, work.origins, s.cells(), work.quads, work.offsets + t,
+                   sums + (1 + t) * kBlock<float>);
+      }
+    }
+  }
+  for (int64_t o = begin; o < end; ++o) {
+    const float* sums = work.sums + (o - begin) / kBlock<float> * block_sums + (o - begin) % kBlock<float>;
+    to_bias[o] = sums[0];
+    for (int64_t t = 0; t < s.taps(); ++t) to_weight[o * s.taps() + t] = sums[(1 + t) * kBlock<float>];
+  }
+}
+#endif
+
 template <typename T>
 void weight_gradient(const ConvolutionShape& s, int64_t begin, int64_t end, const T* grad, const uint8_t* which,
                      const T* x, Term<T>* terms, T* to_weight, T* to_bias) {
@@ -246,90 +572,17 @@ void input_gradient(const ConvolutionShape& s, int64_t begin, int64_t end, const
   }
 }
 
-// The largest of four, or zero, and which it is. NaN is the largest, and no less than zero, as in torch.
-template <typename T, typename Index>
-inline Index pooled(T first, T second, T third, T fourth, T* y) {
-  T best = first;
-  Index which = 0;
-  const bool to_second = (second > best) | (second != second);
-  best = to_second ? second : best;
-  which = to_second ? 1 : which;
-  const bool to_third = (third > best) | (third != third);
-  best = to_third ? third : best;
-  which = to_third ? 2 : which;
-  const bool to_fourth = (fourth > best) | (fourth != fourth);
-  best = to_fourth ? fourth : best;
-  which = to_fourth ? 3 : which;
-  const bool cut = best <= 0;
-  *y = cut ? T(0) : best;
-  return cut ? 4 : which;
-}
-
-template <typename T, typename Index>
-void pool(int64_t begin, int64_t end, int64_t height, int64_t width, int64_t channels, const T* __restrict x,
-          T* __restrict y, uint8_t* __restrict which) {
-  // Few channels fill no vectors: then the cells of a row are taken one after the other, through a table of where their
-  // numbers are.
-  constexpr int64_t kBlock = 64;
-  constexpr int64_t kFewChannels = 16;
-  const int64_t rows = height / 2;
-  const int64_t columns = width / 2;
-  const int64_t right = channels;
-  const int64_t down = width * channels;
-  const int64_t stretch = channels < kFewChannels ? columns * channels : channels;
-  Index offset[kBlock];
-  Index index[kBlock];
-  T value[kBlock];
-  for (int64_t row = begin; row < end; ++row) {
-    const T* from = x + (row / rows * height + row % rows * 2) * down;
-    int64_t at = row * columns * channels;
-    for (const T* end_of_row = from + 2 * columns * channels; from < end_of_row;
-         from += channels < kFewChannels ? 2 * columns * channels : 2 * channels) {
-      int64_t column = 0;
-      int64_t channel = 0;
-      for (int64_t first = 0; first < stretch; first += kBlock) {
-        const int64_t block = stretch - first < kBlock ? stretch - first : kBlock;
-        if (channels < kFewChannels) {
-          for (int64_t i = 0; i < block; ++i) {
-            offset[i] = static_cast<Index>(2 * column * channels + channel);
-            const bool wraps = ++channel == channels;
-            column += wraps;
-            channel = wraps ? 0 : channel;
-          }
-          for (int64_t i = 0; i < block; ++i) {
-            const Index o = offset[i];
-            index[i] = pooled<T, Index>(from[o], from[o + right], from[o + down], from[o + down + right], value + i);
-          }
-        } else {
-          const T* cell = from + first;
-          for (int64_t i = 0; i < block; ++i) {
-            index[i] = pooled<T, Index>(cell[i], cell[i + right], cell[i + down], cell[i + down + right], value + i);
-          }
-        }
-        memcpy(y + at, value, block * sizeof(T));
-        for (int64_t i = 0; i < block; ++i) which[at + i] = static_cast<uint8_t>(index[i]);
-        at += block;
-      }
-    }
-  }
-}
-
-void pool(DType dtype, int64_t begin, int64_t end, int64_t height, int64_t width, int64_t channels, const void* x,
-          void* y, uint8_t* which) {
-  if (dtype == DType::kFloat64) {
-    pool<double, int64_t>(begin, end, height, width, channels, static_cast<const double*>(x), static_cast<double*>(y),
-                          which);
-  } else {
-    pool<float, int32_t>(begin, end, height, width, channels, static_cast<const float*>(x), static_cast<float*>(y),
-                         which);
-  }
-}
-
 int64_t workspace(DType dtype, const ConvolutionShape& s) {
   const int64_t term = dtype == DType::kFloat64 ? sizeof(Term<double>) : sizeof(Term<float>);
   const int64_t for_weight = kOutputs * (s.cells() + 1) * term;
   const int64_t for_input = (s.cells() * s.outputs + 1) * term + 4 * s.cells() * static_cast<int64_t>(sizeof(int64_t));
-  return for_weight > for_input ? for_weight : for_input;
+  const int64_t for_terms = for_weight > for_input ? for_weight : for_input;
+#if defined(__AVX2__)
+  const int64_t for_short = dtype == DType::kFloat32 && is_short(s) ? ShortWorkspace::bytes(s) : 0;
+  return for_terms > for_short ? for_terms : for_short;
+#else
+  return for_terms;
+#endif
 }
 
 template <typename T>
@@ -341,6 +594,13 @@ void weight_gradient_of(const ConvolutionShape& shape, int64_t begin, int64_t en
 
 void weight_gradient(DType dtype, const ConvolutionShape& shape, int64_t begin, int64_t end, const void* grad,
                      const uint8_t* which, const void* x, void* workspace, void* to_weight, void* to_bias) {
+#if defined(__AVX2__)
+  if (dtype == DType::kFloat32 && is_short(shape)) {
+    return weight_gradient_of_short_stretches(shape, begin, end, static_cast<const float*>(grad), which,
+                                              static_cast<const float*>(x), static_cast<char*>(workspace),
+                                              static_cast<float*>(to_weight), static_cast<float*>(to_bias));
+  }
+#endif
   const auto run = dtype == DType::kFloat64 ? weight_gradient_of<double> : weight_gradient_of<float>;
   run(shape, begin, end, grad, which, x, workspace, to_weight, to_bias);
 }
@@ -361,6 +621,6 @@ void input_gradient(DType dtype, const ConvolutionShape& shape, int64_t begin, i
 }  // namespace
 
 extern const ConvolutionKernels convolution;
-const ConvolutionKernels convolution = {pool, workspace, weight_gradient, input_gradient};
+const ConvolutionKernels convolution = {packed_bytes, pack, convolve, workspace, weight_gradient, input_gradient};
 
 }  // namespace pfl::cpu::PFL_ISA
