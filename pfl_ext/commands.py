@@ -370,9 +370,9 @@ def compare(arguments: Sequence[str]) -> int:
         experiments = comparison_.experiments()
         folder = parsed.output or Path("results") / _folder("compare", experiments[0][1])
         runs, dataset, partition = _run_all(experiments, folder, parsed)
-        rows = comparison(runs)
+        rows = comparison(runs, parsed.metric)
         _write_tables(rows, folder, "comparison")
-        _write_tables(tails(runs), folder, "tails")
+        _write_tables(tails(runs, parsed.metric), folder, "tails")
         _write(folder / "users.md", _users(runs))
         print(table(rows, style=parsed.style))
         if not parsed.no_plots:
@@ -410,7 +410,7 @@ def sweep(arguments: Sequence[str]) -> int:
             runs, dataset, partition = _run_all(some, folder / point.folder, parsed)
             if not parsed.no_plots:
                 _draw(runs, folder / point.folder, dataset, partition)
-            for row, of_tails in zip(comparison(runs), tails(runs), strict=True):
+            for row, of_tails in zip(comparison(runs, parsed.metric), tails(runs, parsed.metric), strict=True):
                 label = str(row["method"])
                 own = {name: value if name in point.applies[label] else None for name, value in point.values.items()}
                 rows.append({**_short(own), **row})
@@ -457,6 +457,9 @@ def _comparison(
             "--vary", action="append", default=[], metavar="SECTION.OPTION=A,B,...", help="an option and its values"
         )
     group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
+    group.add_argument(
+        "--metric", choices=("accuracy", "auc", "loss"), default="accuracy", help="of the tables (default: accuracy)"
+    )
     group.add_argument("--style", choices=("markdown", "csv", "latex"), default="markdown", help="of the printed table")
     parsed, unknown = parser.parse_known_args(list(arguments))
     _refuse_unknown(parser, unknown)

@@ -156,6 +156,17 @@ def test_compare_prints_one_table_and_writes_all_styles(tmp_path: Path, capsys: 
     assert models[0] == models[1]  # Ditto's global model is FedAvg's, on the same batches
 
 
+@pytest.mark.parametrize("command", [["compare"], ["sweep", "--vary", "method.lr=0.1"]], ids=["compare", "sweep"])
+def test_the_tables_can_be_of_another_metric(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command[0], "fedavg", *command[1:], *QUICK, "--metric", "auc", "--output", str(tmp_path)]) == 0
+    (run,) = tmp_path.rglob("metrics.jsonl")
+    auc = _metrics(run.parent)[-1]["models"]["global"]["test"]["auc"]["mean"]
+    assert f" {100 * auc:.2f} " in capsys.readouterr().out
+    assert f" {100 * auc:.2f} " in (tmp_path / "tails.md").read_text()
+
+
 def test_landscape_draws_the_models_of_runs_without_changing_their_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

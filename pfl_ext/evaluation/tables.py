@@ -181,7 +181,7 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     test in the round that the validation data choose; ``best on test``, which is an upper bound and no result. Last,
     what it cost: the rounds until the global model (else the given one) had 99 % of its highest accuracy, the bytes up
     and down of all rounds, the parameters that a client trains (``trained_parameters`` in the records' ``training``),
-    the median time of a round.
+    under differential privacy the mean epsilon of the clients of the last round, the median time of a round.
 
     Args:
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
@@ -333,6 +333,8 @@ def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric:
     seconds = [record["seconds"] for record in rounds_only if "seconds" in record]
     cells["communicated MB"] = sum(t["up_bytes"] + t["down_bytes"] for t in traffic) / 1e6 if traffic else None
     cells["trained parameters"] = next((count for count in reversed(trained) if count is not None), None)
+    spent = [record.get("training", {}).get("epsilon") for record in history]
+    cells["epsilon"] = next((epsilon for epsilon in reversed(spent) if epsilon is not None), None)
     cells["seconds a round"] = float(np.median(seconds)) if seconds else None
     return cells
 
@@ -341,8 +343,8 @@ def _over_seeds(values: Sequence[Any]) -> Any:
     present = [value for value in values if value is not None]
     if not present or len(values) == 1:
         return present[0] if present else None
-    if not any(isinstance(value, float) for value in present) and len(set(present)) == 1:
-        return present[0]  # the same number of rounds or parameters needs no spread
+    if not any(isinstance(value, float) and math.isfinite(value) for value in present) and len(set(present)) == 1:
+        return present[0]  # the same number of rounds or parameters needs no spread, and infinity has none
     if any(isinstance(value, str) for value in present):
         return ", ".join(dict.fromkeys(present))
     return Spread(float(np.mean(present)), float(np.std(present, ddof=1)) if len(present) > 1 else math.nan)

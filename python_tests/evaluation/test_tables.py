@@ -205,6 +205,15 @@ def test_comparison_shows_new_clients_apart(make_run):
     assert "global: new clients" not in row
 
 
+@pytest.mark.parametrize(("spent", "cell"), [([3.0, 5.0], Spread(4.0, 2**0.5)), ([math.inf, math.inf], math.inf)])
+def test_comparison_shows_the_privacy_that_was_spent(make_run, spent, cell):
+    runs = [make_run(f"s{seed}", [1.0]) for seed in range(2)]
+    for folder, epsilon in zip(runs, spent, strict=True):
+        folder.append({"round": 5, "stage": "personalized", "clients": [], "training": {"epsilon": epsilon}})
+    (row,) = comparison({"A": runs})
+    assert row["epsilon"] == (pytest.approx(cell) if isinstance(cell, Spread) else cell)
+
+
 def test_tails_are_the_lowest_and_top_five_per_cent_of_each_model(make_run):
     clients = [k / 40 for k in range(1, 41)]  # 5 % are two
     runs = {
