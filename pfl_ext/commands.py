@@ -647,7 +647,7 @@ def _surfaces(folder: Path, parsed: argparse.Namespace) -> dict[str, Surface]:
         settings=dataclasses.replace(experiment.settings, workers=1, store="memory"),
         partition_file=folder / "partition.safetensors",
     )
-    federation = experiment.make(*experiment.make_data())
+    federation = experiment.make(*experiment.make_data(), extra_tests={})  # none of them is needed
     federation.read(folder)
     if not 0 <= parsed.client < federation.partition.clients:
         raise _Usage(f"--client {parsed.client}: the run has clients 0 to {federation.partition.clients - 1}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import nn
 from .algorithms import METHODS
-from .data import PARTITIONERS, Dataset, Partition, load
+from .data import PARTITIONERS, Dataset, Partition, load, load_test
 from .federation import Federation, Method, Settings, stream
 
 __all__ = [
@@ -50,7 +50,7 @@ class Option:
         """
         try:
             parsed = _convert(value, self.type)
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, AttributeError):
             raise ValueError(f"{self.name} is {value!r}; accepted is {_describe(self.type)}") from None
         if self.choices and parsed not in self.choices:
             close = nearest(str(parsed), map(str, self.choices))
@@ -67,6 +67,12 @@ def _convert(value: Any, kind: Any) -> Any:
         inner = typing.get_args(kind)[0]
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(_convert(part.strip() if isinstance(part, str) else part, inner) for part in parts)
+    if typing.get_origin(kind) is dict:
+        pairs = [part.partition("=")[::2] for part in value.split(",")] if isinstance(value, str) else value.items()
+        made = {name.strip(): str(text).strip() for name, text in pairs if name.strip() and str(text).strip()}
+        if len(made) < len(pairs):
+            raise ValueError
+        return made
     if typing.get_origin(kind) is typing.Literal:
         return str(value)
     if kind is bool:
@@ -88,6 +94,8 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         inner = _describe(typing.get_args(kind)[0]).removeprefix("a ").removeprefix("an ")
         return f"a list of {inner}s, such as 1,5,9"
+    if typing.get_origin(kind) is dict:
+        return "NAME=SOURCE,NAME=SOURCE, in a file a table, each name once"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     return names.get(kind, str(kind))
 
@@ -170,6 +178,16 @@ DATA_OPTIONS = {
         "auxiliary", str | None, None, "unlabelled data of the server: a name as for data, or server: its held-out part"
     ),
     "auxiliary_samples": Option("auxiliary_samples", int, 0, "use so many of them, drawn from the seed; 0: all"),
+    "extra_tests": Option(
+        "extra_tests",
+        dict[str, str] | None,
+        None,
+        "NAME=SOURCE,...: test sets beside the global one, for the models of the last round: cifar10.1, cifar10-c "
+        "(@5: of severity 5), or the test part of a name as for data",
+    ),
+    "extra_test_samples": Option(
+        "extra_test_samples", int, 0, "use so many of each (of each corruption), drawn from the seed; 0: all"
+    ),
 }
 """The options of the table ``data``, each with its name on the command line."""
 
@@ -291,6 +309,20 @@ class Experiment:
             found = found.sample(some["auxiliary_samples"], generator=generator)
         return found.unlabelled(like=dataset)
 
+    def make_extra_tests(self, dataset: Dataset) -> dict[str, tuple[Dataset, ...]]:
+        """The extra test sets by their names, in parts, as images of the data set's shape, normalised as these."""
+        some, found = self.data_options, dict[str, tuple[Dataset, ...]]()
+        for name, source in (some.get("extra_tests") or {}).items():
+            parts = load_test(source, some.get("root"), some.get("download", False))
+            if some.get("extra_test_samples", 0):
+                # The stream begins anew for each part: of every corruption the same images.
+                seed, count = self.settings.seed, some["extra_test_samples"]
+                parts = tuple(
+                    part.sample(count, test=True, generator=stream(seed, "data/extra_test_samples")) for part in parts
+                )
+            found[name] = tuple(part.in_shape_of(dataset) for part in parts)
+        return found
+
     def make_network(self, dataset: Dataset) -> Any:
         """The network with the initial weights of the seed; ``auto`` is lenet for colour images, else mlp."""
         shape = tuple(dataset.input_shape)
@@ -303,6 +335,7 @@ class Experiment:
     def make(self, dataset: Dataset, partition: Partition, **more: Any) -> Federation:
         """The federation, ready to run."""
         more.setdefault("auxiliary", self.make_auxiliary(dataset, partition))
+        more.setdefault("extra_tests", self.make_extra_tests(dataset))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
 
 

@@ -94,6 +94,45 @@ def test_the_servers_own_held_out_samples_can_be_the_auxiliary_data(images: str)
         none.make_auxiliary(*none.make_data())
 
 
+def test_extra_tests_are_test_images_of_other_sets_in_this_ones_shape(images: str) -> None:
+    other = images.replace("main", "other")
+    tables = {"name": images, "mean": "1,2,3", "std": [9] * 3, "extra_tests": {"Other one": other, "own": images}}
+    experiment = _experiment({**tables, "extra_test_samples": 15})
+    again = Experiment.from_sections(experiment.sections())
+    assert again.sections()["data"]["extra_tests"] == tables["extra_tests"]
+    named = _experiment({**tables, "extra_tests": f"Other one={other}, own={images}"})
+    assert named.data_options["extra_tests"] == tables["extra_tests"]
+    dataset, partition = experiment.make_data()
+    tests = again.make_extra_tests(dataset)
+    assert list(tests) == ["Other one", "own"]
+    (part,) = tests["Other one"]
+    assert len(part) == 15 and part.input_shape == (3, 16, 16) and set(part.targets.tolist()) == {0, 1, 2, 3}
+    assert (
+        torch.equal(part.mean, dataset.mean) and experiment.make(dataset, partition).extra_tests.keys() == tests.keys()
+    )
+    (own,) = named.make_extra_tests(dataset)["own"]
+    assert torch.equal(own.inputs, dataset.inputs[dataset.is_test]) and torch.equal(own.targets, dataset.targets[60:])
+    assert "extra_tests" not in _experiment({"name": images}).sections()["data"]
+
+
+@pytest.mark.parametrize("given", ["digits", "a=", "=digits", "a=x,a=y", ["digits"], 3])
+def test_extra_tests_that_are_no_names_of_sources_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"extra_tests is .*; accepted is NAME=SOURCE"):
+        _experiment({"extra_tests": given})
+
+
+def test_the_command_line_evaluates_on_extra_tests(
+    images: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["ditto", "--data", images, "--partition", "iid", "--clients", "2", "--rounds", "1", "--quiet"]
+    more = ["--no-plots", "--personal-global-test", "--extra-tests", f"Other={images.replace('main', 'other')}"]
+    assert commands.compare([*arguments, *more, "--output", str(tmp_path / "runs")]) == 0
+    assert "personal: Other" in (out := capsys.readouterr().out) and "global: Other" in out
+    wrong = ["--extra-tests", "C=cifar10-c", "--data-root", str(tmp_path), "--output", str(tmp_path / "wrong")]
+    assert commands.run([*arguments, "--no-plots", *wrong]) == 1
+    assert "cifar10-c is not in" in capsys.readouterr().err
+
+
 def test_another_normalisation_is_another_run(images: str) -> None:
     first, second = (_experiment({"name": images, "mean": [m] * 3, "std": [1.0] * 3}).make_data() for m in (0.0, 1.0))
     make = _experiment({"name": images}).make

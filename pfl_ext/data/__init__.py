@@ -4,6 +4,15 @@ from .augmentation import AUGMENTATIONS
 from .dataset import Dataset
 from .partition import Partition
 from .partitioners import PARTITIONERS
-from .sources import SOURCES, load
+from .sources import SOURCES, TEST_SOURCES, load, load_test
 
-__all__ = ["AUGMENTATIONS", "PARTITIONERS", "SOURCES", "Dataset", "Partition", "load"]
+__all__ = [
+    "AUGMENTATIONS",
+    "PARTITIONERS",
+    "SOURCES",
+    "TEST_SOURCES",
+    "Dataset",
+    "Partition",
+    "load",
+    "load_test",
+]

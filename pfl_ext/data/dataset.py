@@ -180,8 +180,8 @@ class Dataset:
             raise ValueError("mean and std come together: one of them is None")
         return replace(self, mean=torch.tensor(mean, dtype=torch.float32), std=torch.tensor(std, dtype=torch.float32))
 
-    def unlabelled(self, like: Dataset) -> Dataset:
-        """These samples without their labels, in the shape of another dataset's and normalised as those.
+    def in_shape_of(self, like: Dataset) -> Dataset:
+        """These samples in the shape of another dataset's, normalised as those, on its device.
 
         Images are scaled to that height and width; grey ones get as many equal channels, colour ones become grey.
         """
@@ -192,10 +192,15 @@ class Dataset:
             raise ValueError(f"samples of {self.name!r} are {inputs.dtype}, those of {like.name!r} {like.inputs.dtype}")
         if inputs.shape[1:] != shape:
             inputs = _images_of(inputs, shape)
-        n = len(inputs)
+        return replace(self, inputs=inputs, mean=like.mean, std=like.std).to(like.device, like.dtype)
+
+    def unlabelled(self, like: Dataset) -> Dataset:
+        """These samples without their labels, :meth:`in_shape_of` another dataset's."""
+        shaped = self.in_shape_of(like)
+        n = len(shaped)
         return Dataset(
             name=self.name,
-            inputs=inputs.to(like.device),
+            inputs=shaped.inputs,
             targets=torch.zeros(n, dtype=torch.int64, device=like.device),
             classes=("unlabelled",),
             is_test=torch.zeros(n, dtype=torch.bool, device=like.device),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from .cifar import CIFAR, read_cifar
 from .dataset import Dataset
 from .folder import read_folder
 from .idx import FILES, read_mnist
+from .shifts import CIFAR10_1, LABELS, read_cifar10_1, read_cifar10_c
 
-__all__ = ["SOURCES", "load"]
+__all__ = ["SOURCES", "TEST_SOURCES", "load", "load_test"]
 
 SOURCES = {
     "digits": "scikit-learn's 1,797 digits of 8 x 8 pixels, 10 classes; part of its package, no download",
@@ -27,6 +30,13 @@ SOURCES = {
     "scales them to 64 x 64",
     "npz:PATH": "a NumPy archive with x_<domain> and y_<domain>, or x_train, y_train, x_test, y_test",
 }
+
+TEST_SOURCES = {
+    "cifar10.1": "2,000 new photographs of CIFAR-10's classes (Recht et al., 2018); cifar10.1:PATH names the folder",
+    "cifar10-c": "CIFAR-10's test images, corrupted (Hendrycks and Dietterich, 2019), all severities; cifar10-c@5 for "
+    "one; cifar10-c:PATH, cifar10-c:PATH@5 name the folder",
+}
+"""What :func:`load_test` knows beside :data:`SOURCES`."""
 
 MNIST_FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # torchvision's
 
@@ -50,12 +60,51 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
         return read_folder(Path(argument).expanduser())
     if name == "digits":
         return _digits()
-    root = Path(root if root is not None else os.environ.get("PFL_EXT_DATA", "data")).expanduser()
+    root = _root(root)
     if name in MNIST_FOLDERS:
         return _found(name, root, download, _mnist, _download_mnist)
     if name in CIFAR:
         return _found(name, root, download, _cifar, _download_cifar)
     raise ValueError(f"there is no dataset {name!r}; known are {', '.join(SOURCES)}")
+
+
+def load_test(name: str, root: Path | str | None = None, download: bool = False) -> tuple[Dataset, ...]:
+    """A labelled test set by its name, in parts, over which results are averaged: the corruptions of CIFAR-10-C.
+
+    Args:
+        name: one of :data:`TEST_SOURCES`, or whatever :func:`load` takes: its test part, where it has none all of it.
+        root, download: as for :func:`load`.
+    """
+    found = re.fullmatch(r"(cifar10\.1|cifar10-c)(?::(.+?))?(?:@(\d+))?", name)
+    if found is None:
+        whole = load(name, root, download)
+        part = whole.subset(whole.is_test.nonzero().flatten()) if bool(whole.is_test.any()) else whole
+        return (dataclasses.replace(part, is_test=torch.ones_like(part.is_test)),)
+    kind, folder, severity = found.groups()
+    if kind == "cifar10-c":
+        where = _test_folder(kind, folder, root, ("CIFAR-10-C",), f"{LABELS} and a file for each corruption")
+        return read_cifar10_c(where, None if severity is None else int(severity))
+    if severity is not None:
+        raise ValueError(f"{name}: CIFAR-10.1 has no severities; cifar10.1 or cifar10.1:PATH is accepted")
+    folders = ("CIFAR-10.1", "CIFAR-10.1/datasets", "cifar10.1")
+    return (read_cifar10_1(_test_folder(kind, folder, root, folders, " and ".join(CIFAR10_1))),)
+
+
+def _test_folder(kind: str, given: str | None, root: Path | str | None, folders: tuple[str, ...], files: str) -> Path:
+    if given is not None:
+        return Path(given).expanduser()
+    root = _root(root)
+    for folder in folders:
+        if any((root / folder).glob("*.npy")):
+            return root / folder
+    raise FileNotFoundError(
+        f"{kind} is not in {root.absolute()}. Expected there: {' or '.join(folders)}, with {files}. "
+        f"Name the folder that has them, in root, in the environment variable PFL_EXT_DATA, or as {kind}:PATH."
+    )
+
+
+def _root(root: Path | str | None) -> Path:
+    return Path(root if root is not None else os.environ.get("PFL_EXT_DATA", "data")).expanduser()
 
 
 def _digits() -> Dataset:

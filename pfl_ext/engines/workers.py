@@ -23,28 +23,45 @@ from pfl_ext.federation.turns import Diverged, Plan, Turned, Turns, Vectors
 __all__ = ["Workers"]
 
 
-def _share(plan: Plan, folder: Path) -> tuple[Plan, dict[str, MappedTensor]]:
-    """The plan with its large tensors in files of the folder, and those of the server's vectors."""
+def _in_files(dataset: Dataset, folder: Path, label: str) -> Any:
+    """A dataset with its large tensors in files of the folder; :func:`_opened` makes a dataset of that again."""
 
     def file_of(value: Any, name: str) -> Any:
         large = isinstance(value, Tensor) and value.nbytes >= LARGE
-        return MappedTensor.copy(value, folder / f"data-{name}") if large else value
+        return MappedTensor.copy(value, folder / f"{label}-{name}") if large else value
 
-    given = [field.name for field in dataclasses.fields(plan.dataset) if field.init]
-    fields = {name: file_of(getattr(plan.dataset, name), name) for name in given}
+    given = [field.name for field in dataclasses.fields(dataset) if field.init]
+    return type(dataset), {name: file_of(getattr(dataset, name), name) for name in given}
+
+
+def _opened(portable: Any) -> Dataset:
+    cls, fields = portable
+    made = cls(**{name: value.open() if isinstance(value, MappedTensor) else value for name, value in fields.items()})
+    return cast(Dataset, made)
+
+
+def _share(plan: Plan, folder: Path) -> tuple[Plan, dict[str, MappedTensor]]:
+    """The plan with its large tensors in files of the folder, and those of the server's vectors."""
+    tests = {
+        name: [_in_files(part, folder, f"test-{number}-{i}") for i, part in enumerate(parts)]
+        for number, (name, parts) in enumerate(plan.extra_tests.items())
+    }
     server = {name: MappedTensor.copy(vector, folder / f"server-{name}") for name, vector in plan.server.items()}
     # What is in files stands in the places of what it holds until the worker opens it.
-    portable = dataclasses.replace(plan, dataset=cast(Dataset, (type(plan.dataset), fields)), server=cast(Any, server))
+    dataset = _in_files(plan.dataset, folder, "data")
+    portable = dataclasses.replace(plan, dataset=dataset, extra_tests=cast(Any, tests), server=cast(Any, server))
     return portable, server
 
 
 def _open(plan: Plan) -> Plan:
     """The plan in a worker, of what :func:`_share` made."""
-    cls, fields = cast(Any, plan.dataset)
-    opened = {name: value.open() if isinstance(value, MappedTensor) else value for name, value in fields.items()}
-    server = {name: cast(Any, file).open() for name, file in plan.server.items()}
-    # A copy of the network: what arrived may be memory that all workers share.
-    return dataclasses.replace(plan, module=copy.deepcopy(plan.module), dataset=cls(**opened), server=server)
+    return dataclasses.replace(
+        plan,
+        module=copy.deepcopy(plan.module),  # what arrived may be memory that all workers share
+        dataset=_opened(plan.dataset),
+        extra_tests={name: [_opened(part) for part in parts] for name, parts in plan.extra_tests.items()},
+        server={name: cast(Any, file).open() for name, file in plan.server.items()},
+    )
 
 
 def _work(plan: Plan, threads: int, folder: Path, number: int, pipe: Connection) -> None:
@@ -109,7 +126,8 @@ class Workers:
         """See the class."""
         # What all clients send may be there at once.
         sent = sum(vector.nbytes for vector in plan.server.values()) * (1 + plan.partition.clients)
-        self._folder = scratch_folder(self, plan.dataset.inputs.nbytes + plan.dataset.targets.nbytes + sent)
+        sets = [plan.dataset, *(part for parts in plan.extra_tests.values() for part in parts)]
+        self._folder = scratch_folder(self, sum(data.inputs.nbytes + data.targets.nbytes for data in sets) + sent)
         portable, server = _share(plan, self._folder)
         self._server = {name: file.open() for name, file in server.items()}
         context = multiprocessing.get_context("spawn")

@@ -2,7 +2,7 @@
 
 from .events import TensorBoard, tensorboard
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
-from .metrics import classification_metrics, prediction_distance
+from .metrics import classification_metrics, mean_metrics, prediction_distance
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
@@ -26,6 +26,7 @@ __all__ = [
     "draw_landscapes",
     "filter_direction",
     "loss_surface",
+    "mean_metrics",
     "option_curves",
     "per_user",
     "prediction_distance",

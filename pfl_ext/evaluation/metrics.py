@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
-__all__ = ["classification_metrics", "prediction_distance"]
+__all__ = ["classification_metrics", "mean_metrics", "prediction_distance"]
 
 
 def prediction_distance(personal: Tensor, other: Tensor, multilabel: bool = False) -> float:
@@ -89,6 +91,13 @@ def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
         auc = _macro_auc(scores.T.cpu().numpy(), positives.T.cpu().numpy())
     accuracy, loss_value = torch.stack([right.double().mean(), loss]).tolist()
     return {"accuracy": accuracy, "loss": loss_value, "auc": auc}
+
+
+def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the parts of a test set, such as the corruptions of CIFAR-10-C; nothing without any."""
+    if len(parts) == 1:  # to the bit: a sum has no negative zero, a loss may
+        return dict(parts[0])
+    return {name: sum(part[name] for part in parts) / len(parts) for name in (parts[0] if parts else ())}
 
 
 def _macro_auc(scores: np.ndarray, positives: np.ndarray) -> float:

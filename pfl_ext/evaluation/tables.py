@@ -175,13 +175,14 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     """One row a method, from the last evaluated round unless the column says otherwise.
 
     For each model: ``local test`` is the statistic over the clients' own test sets, ``std`` the standard deviation over
-    the clients, ``global test`` the result on the union of the test sets, ``new clients`` the statistic over those that
-    joined late, who are in no other mean. Then, for the ``model`` that the method gives its clients (the personal one
-    if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %`` over the clients; ``best by validation``, the local
-    test in the round that the validation data choose; ``best on test``, which is an upper bound and no result. Last,
-    what it cost: the rounds until the global model (else the given one) had 99 % of its highest accuracy, the bytes up
-    and down of all rounds, the parameters that a client trains (``trained_parameters`` in the records' ``training``),
-    under differential privacy the mean epsilon of the clients of the last round, the median time of a round.
+    the clients, ``global test`` the result on the union of the test sets, then that on each extra test set under its
+    name, ``new clients`` the statistic over those that joined late, who are in no other mean. Then, for the ``model``
+    that the method gives its clients (the personal one if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %``
+    over the clients; ``best by validation``, the local test in the round that the validation data choose; ``best on
+    test``, which is an upper bound and no result. Last, what it cost: the rounds until the global model (else the given
+    one) had 99 % of its highest accuracy, the bytes up and down of all rounds, the parameters that a client trains
+    (``trained_parameters`` in the records' ``training``), under differential privacy the mean epsilon of the clients of
+    the last round, the median time of a round.
 
     Args:
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
@@ -194,9 +195,10 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     """
     histories = {name: [folder.records() for folder in folders_of(run)] for name, run in runs.items()}
     models = models_of([history for seeds in histories.values() for history in seeds])
+    extra = _extra_tests([history for seeds in histories.values() for history in seeds])
     rows: list[Row] = []
     for name, seeds in histories.items():
-        results = [_result(history, models, metric, statistic) for history in seeds]
+        results = [_result(history, models, extra, metric, statistic) for history in seeds]
         cells = {column: _over_seeds([result[column] for result in results]) for column in results[0]}
         rows.append({"method": name, "seeds": len(seeds) if len(seeds) > 1 else None, **cells})
     shown = [column for column in (rows[0] if rows else ()) if any(row[column] is not None for row in rows)]
@@ -296,7 +298,16 @@ def _mean(values: Sequence[float]) -> float:
     return sum(present) / len(present) if present else math.nan
 
 
-def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric: str, statistic: str) -> dict[str, Any]:
+def _extra_tests(histories: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """The names of the test sets beside those that every run has."""
+    evaluated = [model for history in histories for r in history for model in r.get("models", {}).values()]
+    found = dict.fromkeys(split for splits in evaluated for split in splits)
+    return [split for split in found if split not in ("train", "validation", "test", "global_test")]
+
+
+def _result(
+    history: Sequence[Mapping[str, Any]], models: Sequence[str], extra: Sequence[str], metric: str, statistic: str
+) -> dict[str, Any]:
     """The cells of one run, None where it has nothing to say."""
     rounds = best_rounds(history, metric, statistic)
     given = next((model for model in models if model in rounds), None)
@@ -318,6 +329,7 @@ def _result(history: Sequence[Mapping[str, Any]], models: Sequence[str], metric:
         cells[f"{model}: local test"] = cell(model, "last", "test", statistic)
         cells[f"{model}: std"] = cell(model, "last", "test", "std")
         cells[f"{model}: global test"] = cell(model, "last", "global_test", statistic)
+        cells |= {f"{model}: {name}": cell(model, "last", name, statistic) for name in extra}
         late = joined.get(model, {}).get("test", {}).get(metric, {}).get(statistic)
         cells[f"{model}: new clients"] = None if late is None else scale * late
     cells["model"] = given

@@ -189,13 +189,17 @@ class Client:
             yield Batch(inputs, targets, rows)
 
     @torch.no_grad()
-    def logits(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and targets of these samples by the working model as it is, in evaluation mode."""
+    def logits(self, indices: Tensor, dataset: Dataset | None = None) -> tuple[Tensor, Tensor]:
+        """Logits and targets of these samples by the working model as it is, in evaluation mode.
+
+        The samples are the run's, or those of another dataset.
+        """
+        dataset = self._dataset if dataset is None else dataset
         training = self.model.module.training
         self.model.module.eval()
         parts, targets = [], []
         for part in indices.split(_EVALUATION_BATCH):
-            x, y = self._dataset.batch(part)
+            x, y = dataset.batch(part)
             parts.append(self.model(x))
             targets.append(y)
         self.model.module.train(training)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import re
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
-from pfl_ext.evaluation import ResultsFolder, classification_metrics, summarize
+from pfl_ext.evaluation import ResultsFolder, classification_metrics, mean_metrics, summarize
 from pfl_ext.ops import all_finite
 
 from . import checkpoint
@@ -37,6 +38,8 @@ __all__ = ["Federation", "Interrupted", "Settings", "selected_clients"]
 
 Record = dict[str, Any]
 _GLOBAL_TEST_PART = 2048  # samples of the global test set in one task for the workers
+_SPLITS = ("train", "validation", "test", "global_test")
+_COLUMNS = ("local test", "std", "global test", "new clients")  # of a model in the tables of comparisons
 
 
 class Interrupted(KeyboardInterrupt):
@@ -193,6 +196,9 @@ class Federation:
         resume: go on from the newest good checkpoint in the folder, bit-identical to a run that was never stopped.
         buffers: the policy for the buffers of modules.
         auxiliary: unlabelled data of the server, for methods that distil there. Its targets are never used.
+        extra_tests: by their names, test sets of the dataset's classes and shape on which models are evaluated as on
+            the global one, after the last round: the global model, and personal ones with ``personal_global_test``.
+            Each is given in parts (:func:`pfl_ext.data.load_test`), over which results are averaged.
         notify: called with each round's record.
     """
 
@@ -208,12 +214,14 @@ class Federation:
         resume: bool = False,
         buffers: Buffers | None = None,
         auxiliary: Dataset | None = None,
+        extra_tests: Mapping[str, Sequence[Dataset]] | None = None,
         notify: Callable[[Record], None] | None = None,
     ) -> None:
         """See the class."""
         self.settings = Settings() if settings is None else settings
         device = _usable_device(self.settings)
         self.method, self.dataset, self.partition = method, dataset.to(device), partition
+        self.extra_tests = {name: tuple(x.to(device) for x in parts) for name, parts in (extra_tests or {}).items()}
         module = copy.deepcopy(module).to(device)
         self._buffers = Buffers() if buffers is None else buffers
         self._notify = notify
@@ -252,11 +260,42 @@ class Federation:
             raise ValueError(f"{self.settings.new_clients} of {self.partition.clients} clients are to join late")
         self.partition.check(self.dataset)
         self.method.check_data(self.partition)
+        for name, parts in self.extra_tests.items():
+            self._check_extra_test(name, parts)
         if self.settings.privacy is not None:
             refuse_batch_norm(self._module)
             if "private" not in vars(type(self.method)):
                 private = "those whose clients train by plain SGD on the labels, such as fedavg, ditto and perada"
                 raise ValueError(f"{self.method.name} has no differentially private form; {private} have one")
+
+    def _check_extra_test(self, name: str, parts: Sequence[Dataset]) -> None:
+        if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or name in (*_SPLITS, *_COLUMNS):
+            raise ValueError(
+                f"an extra test set is called {name!r}; letters, digits, spaces and any of . + - _ are accepted, and "
+                f"none of {', '.join((*_SPLITS, *_COLUMNS))}"
+            )
+        if not sum(map(len, parts)):
+            raise ValueError(f"the extra test set {name} is empty")
+        ours = self.dataset
+        for part in parts:
+            if len(part.classes) != len(ours.classes) or part.multilabel != ours.multilabel:
+                kinds = [f"{len(d.classes)} {'labels' if d.multilabel else 'classes'}" for d in (part, ours)]
+                raise ValueError(
+                    f"the extra test set {name} ({part.name}) has {kinds[0]}, {ours.name!r} has {kinds[1]}; the "
+                    "same are accepted (an archive can name them in its classes)"
+                )
+            named = [not all(label.isdigit() for label in d.classes) for d in (part, ours)]
+            if all(named) and part.classes != ours.classes:
+                first = next((a, b) for a, b in zip(part.classes, ours.classes, strict=True) if a != b)
+                raise ValueError(
+                    f"the extra test set {name} ({part.name}) has a class {first[0]!r} where {ours.name!r} has "
+                    f"{first[1]!r}; the same classes in the same order are accepted"
+                )
+            if part.input_shape != ours.input_shape:
+                raise ValueError(
+                    f"samples of the extra test set {name} ({part.name}) are {list(part.input_shape)}, those of "
+                    f"{ours.name!r} {list(ours.input_shape)}; Dataset.in_shape_of makes them alike"
+                )
 
     def _open_results(self, folder: Path, resume: bool) -> ResultsFolder:
         # A run that was killed early may have left less than a results folder.
@@ -300,6 +339,7 @@ class Federation:
             self.settings.personal_cap,
             self.settings.privacy,
             self.settings.drop_last,
+            self.extra_tests,
         )
 
     def _make_engine(self) -> Any:
@@ -654,7 +694,9 @@ class Federation:
         costs = [sum(len(getattr(self.partition, split)[k]) for split in splits) for k in clients]
         if s.prediction_distance:
             everywhere = (*everywhere, "global") if everywhere else ()
-        arguments = [(k, t, splits, everywhere, s.prediction_distance) for k in clients]
+        # Once: CIFAR-10-C has 950,000 images, for every client's model.
+        extra = self.extra_tests if t == s.rounds else {}
+        arguments = [(k, t, splits, everywhere, s.prediction_distance, tuple(extra)) for k in clients]
         found = list(engine.map("evaluate", arguments, costs))
         self.client_rows = [
             {
@@ -670,19 +712,28 @@ class Federation:
         ]
         old = len(clients) - s.new_clients
         models = self._summaries(found[:old], range(old))
-        if "global" in models and len(self.partition.global_test):
-            parts = self.partition.global_test.split(_GLOBAL_TEST_PART)
-            logits, targets = zip(*engine.map("global_logits", [(part,) for part in parts]), strict=True)
-            models["global"]["global_test"] = classification_metrics(torch.cat(logits), torch.cat(targets))
+        if "global" in models:
+            if len(self.partition.global_test):
+                models["global"]["global_test"] = self._of_global_model(engine, self.partition.global_test)
+            for name, parts in extra.items():
+                rows = [torch.arange(len(part)) for part in parts]
+                results = [self._of_global_model(engine, some, name, i) for i, some in enumerate(rows) if len(some)]
+                models["global"][name] = mean_metrics(results)
         late = {"new_clients": self._summaries(found[old:], range(old, len(clients)))} if s.new_clients else {}
         return {"models": models, **late}
+
+    def _of_global_model(self, engine: Any, rows: Tensor, *test: Any) -> dict[str, float]:
+        """Metrics of the global model on samples of the global test set, or of a part of an extra one."""
+        parts = [(some, *test) for some in rows.split(_GLOBAL_TEST_PART)]
+        logits, targets = zip(*engine.map("global_logits", parts), strict=True)
+        return classification_metrics(torch.cat(logits), torch.cat(targets))
 
     def _summaries(self, found: list[dict[str, float]], clients: range) -> Record:
         """{model: {split: {metric: summary over clients}}} of the clients' metrics."""
         models: Record = {}
         for name in sorted({name for metrics in found for name in metrics}):
             model, split, metric = name.split("/")
-            sizes = [len(getattr(self.partition, split)[k]) if split != "global_test" else 1 for k in clients]
+            sizes = [len(getattr(self.partition, split)[k]) if split in _SPLITS[:3] else 1 for k in clients]
             values = [metrics.get(name, math.nan) for metrics in found]
             models.setdefault(model, {}).setdefault(split, {})[metric] = summarize(values, sizes)
         return models

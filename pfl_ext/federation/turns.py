@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.evaluation import classification_metrics, prediction_distance
+from pfl_ext.evaluation import classification_metrics, mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
 from .client import Client
@@ -101,6 +101,8 @@ class Plan:
     """Most personal steps of a turn; 0: no limit."""
     privacy: Privacy | None = None
     drop_last: bool = False
+    extra_tests: Mapping[str, Sequence[Dataset]] = field(default_factory=dict)
+    """Test sets beside the global one, each in parts over which results are averaged."""
 
 
 Vectors = Mapping[str, Tensor | MappedTensor]
@@ -131,7 +133,7 @@ class Turns:
         self.method, self.dataset, self.partition, self.store = plan.method, plan.dataset, plan.partition, plan.store
         self.server, self.seed, self.augmentation = plan.server, plan.seed, plan.augmentation
         self.protocol, self.personal_cap = plan.protocol, plan.personal_cap
-        self.privacy, self.drop_last = plan.privacy, plan.drop_last
+        self.privacy, self.drop_last, self.extra_tests = plan.privacy, plan.drop_last, plan.extra_tests
         self.deliver: Callable[[int, int, Mapping[str, Tensor]], Vectors] = lambda client, round, vectors: vectors
         self.model = WorkingModel(plan.module, plan.buffers.local, plan.buffers.server)
         stays = self.model.local | self.model.server
@@ -261,34 +263,41 @@ class Turns:
         splits: tuple[str, ...],
         global_test: tuple[str, ...],
         distance: bool = False,
+        extra_tests: tuple[str, ...] = (),
     ) -> dict[str, float]:
         """Metrics of the client's models, as ``"personal/test/accuracy"``; never changes what is kept.
 
+        Models that ``global_test`` names are evaluated on the global test set and on those ``extra_tests`` too.
         With ``distance`` also how far the personal model's predictions are from the global one's, where there are both.
         """
         turn, models = self.models(client, round)
         found: dict[str, float] = {}
-        outputs: dict[tuple[str, str], Tensor] = {}
+        outputs: dict[tuple[str, str], list[Tensor]] = {}
         for name, state in models.items():
             self.model.load(state)
-            parts = {split: getattr(turn, split) for split in splits}
+            sets = {split: [(self.dataset, getattr(turn, split))] for split in splits}
             if name in global_test:
-                parts["global_test"] = self.partition.global_test
-            for split, indices in parts.items():
-                if len(indices):
-                    logits, targets = turn.logits(indices)
-                    if distance:
-                        outputs[name, split] = logits
-                    for metric, value in classification_metrics(logits, targets).items():
-                        found[f"{name}/{split}/{metric}"] = value
-        for (name, split), logits in outputs.items():
+                sets["global_test"] = [(self.dataset, self.partition.global_test)]
+                for extra in extra_tests:
+                    sets[extra] = [(part, torch.arange(len(part))) for part in self.extra_tests[extra]]
+            for split, parts in sets.items():
+                results = [turn.logits(rows, data) for data, rows in parts if len(rows)]
+                if distance:
+                    outputs[name, split] = [logits for logits, _ in results]
+                metrics = mean_metrics([classification_metrics(*result) for result in results])
+                found |= {f"{name}/{split}/{metric}": value for metric, value in metrics.items()}
+        for (name, split), own in outputs.items():
             if name == "personal" and ("global", split) in outputs:
-                other = outputs["global", split]
-                found[f"personal/{split}/distance"] = prediction_distance(logits, other, self.dataset.multilabel)
+                pairs = zip(own, outputs["global", split], strict=True)
+                apart = [{"distance": prediction_distance(p, g, self.dataset.multilabel)} for p, g in pairs]
+                found |= {f"personal/{split}/{metric}": value for metric, value in mean_metrics(apart).items()}
         return found
 
-    def global_logits(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and targets of part of the global test set by the model that the method calls global."""
+    def global_logits(self, rows: Tensor, extra: str | None = None, number: int = 0) -> tuple[Tensor, Tensor]:
+        """Logits and targets of part of the global test set by the model that the method calls global.
+
+        With ``extra`` the rows are of that extra test set, of its part ``number``.
+        """
         turn, models = self.models(0, 0)
         turn.model.load(models["global"])
-        return turn.logits(part)
+        return turn.logits(rows, None if extra is None else self.extra_tests[extra][number])
