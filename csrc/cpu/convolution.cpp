@@ -6,25 +6,13 @@
 #include <memory>
 #include <tuple>
 
-#include "glue/tensor_list.h"
+#include "cpu/layers.h"
 
 namespace pfl::cpu {
 namespace {
 
 using glue::ScalarType;
 using glue::Tensor;
-
-// Multiplications that are worth waking another thread for.
-constexpr int64_t kFewestParallelProducts = 1 << 20;
-
-DType checked(const char* op, const char* role, const Tensor& t, int64_t dims, const Tensor& like) {
-  const bool floats = t.scalar_type() == ScalarType::Float || t.scalar_type() == ScalarType::Double;
-  if (!floats || t.scalar_type() != like.scalar_type() || !t.is_cpu() || t.dim() != dims || !t.is_contiguous()) {
-    glue::fail(op, ": ", role, " is ", glue::describe(t), "; a contiguous float32 or float64 tensor of ", dims,
-               " dimensions on the CPU is accepted, of the type of the others");
-  }
-  return t.scalar_type() == ScalarType::Double ? DType::kFloat64 : DType::kFloat32;
-}
 
 int64_t grain(int64_t tasks, int64_t products) {
   return products < kFewestParallelProducts ? std::max<int64_t>(tasks, 1) : 1;
@@ -41,9 +29,9 @@ bool fits(const ConvolutionShape& shape, const Tensor& weight) {
 
 std::tuple<Tensor, Tensor> conv_pool_relu_forward(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   const char* op = "pfl_ext::conv_pool_relu_forward";
-  const DType dtype = checked(op, "x", x, 4, x);
-  checked(op, "weight", weight, 4, x);
-  checked(op, "bias", bias, 1, x);
+  const DType dtype = checked_layer(op, "x", x, 4, x);
+  checked_layer(op, "weight", weight, 4, x);
+  checked_layer(op, "bias", bias, 1, x);
   const ConvolutionShape shape = shape_of(x, weight);
   if (!fits(shape, weight) || bias.size(0) != shape.outputs) {
     glue::fail(op, ": x is ", glue::describe(x), ", weight ", glue::describe(weight), ", bias ", glue::describe(bias),
@@ -69,9 +57,9 @@ std::tuple<Tensor, Tensor> conv_pool_relu_forward(const Tensor& x, const Tensor&
 std::tuple<Tensor, Tensor, Tensor> conv_pool_relu_backward(const Tensor& grad, const Tensor& which, const Tensor& x,
                                                            const Tensor& weight, bool for_x) {
   const char* op = "pfl_ext::conv_pool_relu_backward";
-  const DType dtype = checked(op, "x", x, 4, x);
-  checked(op, "grad", grad, 4, x);
-  checked(op, "weight", weight, 4, x);
+  const DType dtype = checked_layer(op, "x", x, 4, x);
+  checked_layer(op, "grad", grad, 4, x);
+  checked_layer(op, "weight", weight, 4, x);
   const ConvolutionShape shape = shape_of(x, weight);
   if (!fits(shape, weight) || grad.size(0) != shape.samples || grad.size(1) != shape.cell_rows() ||
       grad.size(2) != shape.cell_columns() || grad.size(3) != shape.outputs ||

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from pfl_ext.ops import conv_pool_relu
+from pfl_ext.ops import conv_pool_relu, linear_relu
 
 __all__ = ["FusedSequential"]
 
 
-def _is_block(layers: list[nn.Module]) -> bool:
-    """Whether these are a convolution, a 2x2 max-pooling and ReLU as :func:`conv_pool_relu` has them."""
-    if len(layers) < 3 or not isinstance(layers[0], nn.Conv2d) or not isinstance(layers[1], nn.MaxPool2d):
+def _is_convolution(layers: list[nn.Module]) -> bool:
+    """Whether these begin with a convolution, a 2x2 max-pooling and ReLU as :func:`conv_pool_relu` has them."""
+    if [type(layer) for layer in layers[:3]] != [nn.Conv2d, nn.MaxPool2d, nn.ReLU]:
         return False
-    convolution, pooling, relu = layers[:3]
+    convolution, pooling = layers[:2]
     assert isinstance(convolution, nn.Conv2d) and isinstance(pooling, nn.MaxPool2d)
     plain = (
         convolution.stride,
@@ -23,38 +25,46 @@ def _is_block(layers: list[nn.Module]) -> bool:
         convolution.bias is None,
     )
     cells = [pooling.kernel_size, pooling.stride, pooling.padding, pooling.dilation, pooling.ceil_mode]
-    return plain == ((1, 1), (0, 0), (1, 1), 1, False) and cells == [2, 2, 0, 1, False] and type(relu) is nn.ReLU
+    return plain == ((1, 1), (0, 0), (1, 1), 1, False) and cells == [2, 2, 0, 1, False]
+
+
+def _is_linear(layers: list[nn.Module]) -> bool:
+    """Whether these begin with a linear layer and ReLU as :func:`linear_relu` has them."""
+    return [type(layer) for layer in layers[:2]] == [nn.Linear, nn.ReLU] and layers[0].bias is not None
 
 
 class FusedSequential(nn.Sequential):
-    """``nn.Sequential`` that runs each convolution, 2x2 max-pooling and ReLU that follow each other as one op.
+    """``nn.Sequential`` that runs layers that follow each other as one op.
 
-    Names, weights and results are those of ``nn.Sequential``, and so are the gradients but for the order of sums. Hooks
-    of the three layers do not run.
+    These are a convolution, a 2x2 max-pooling and ReLU, and a linear layer and ReLU. Names and weights are those of
+    ``nn.Sequential``, and so are results and gradients but for the order of sums. Hooks of the fused layers do not run.
     """
 
     _looked_at: tuple[int, ...] = ()
-    _blocks: frozenset[int] = frozenset()
+    _convolutions: frozenset[int] = frozenset()
+    _linear: frozenset[int] = frozenset()
 
-    def _find_blocks(self, layers: list[nn.Module]) -> frozenset[int]:
-        """Where the blocks begin: looked for when the layers are other ones, as it would take a while in each step."""
+    def _find_blocks(self, layers: list[nn.Module]) -> None:
+        """Where blocks begin: looked for when the layers are other ones, as it would take a while in each step."""
         looked_at = tuple(map(id, layers))
         if looked_at != self._looked_at:
-            self._blocks = frozenset(i for i in range(len(layers)) if _is_block(layers[i : i + 3]))
+            self._convolutions = frozenset(i for i in range(len(layers)) if _is_convolution(layers[i:]))
+            self._linear = frozenset(i for i in range(len(layers)) if _is_linear(layers[i:]))
             self._looked_at = looked_at
-        return self._blocks
 
     def forward(self, input: Tensor) -> Tensor:
         """The output of the last layer."""
         layers = [layer for layer in self._modules.values() if layer is not None]
-        blocks = self._find_blocks(layers)
+        self._find_blocks(layers)
         x, i = input, 0
         while i < len(layers):
-            layer = layers[i]
-            if i in blocks:
-                assert isinstance(layer, nn.Conv2d) and layer.bias is not None
+            layer: Any = layers[i]
+            if i in self._convolutions:
                 x = conv_pool_relu(x, layer.weight, layer.bias)
                 i += 3
+            elif i in self._linear:
+                x = linear_relu(x, layer.weight, layer.bias)
+                i += 2
             else:
                 x = layer(x)
                 i += 1

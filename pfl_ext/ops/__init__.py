@@ -3,6 +3,7 @@
 from .averaging import StreamingAverage, all_finite, server_update, weighted_average
 from .convolution import conv_pool_relu
 from .distillation import distillation_loss, ensemble_distillation_loss, ensemble_logits
+from .linear import linear_relu
 from .proximal import proximal_sgd_step_, squared_distance
 from .sharpness import layer_groups, lwsam_perturb_, personalization_scores, restore_
 from .spectral import SpectralTeacher, spectral_divergence, spectrum
@@ -16,6 +17,7 @@ __all__ = [
     "ensemble_distillation_loss",
     "ensemble_logits",
     "layer_groups",
+    "linear_relu",
     "lwsam_perturb_",
     "personalization_scores",
     "proximal_sgd_step_",

@@ -11,20 +11,17 @@ multiply by the zeros as well.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
 from ._arguments import describe
 from ._declare import declare
+from ._layers import NO_KERNEL, gradients_with_graph, takes
 
 __all__ = ["conv_pool_relu"]
-
-_NO_KERNEL = {"cuda": "small batches of small images are trained on CPUs; a GPU has the layers one by one"}
 
 
 # ---- the ops, on tensors [samples, height, width, channels] ----------------------------------------------------------
@@ -59,7 +56,7 @@ _forward = declare(
     "conv_pool_relu_forward(Tensor x, Tensor weight, Tensor bias) -> (Tensor, Tensor)",
     reference=_forward_reference,
     fake=_forward_fake,
-    plain_on=_NO_KERNEL,
+    plain_on=NO_KERNEL,
 )
 
 
@@ -101,17 +98,11 @@ _backward = declare(
     "(Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     fake=_backward_fake,
-    plain_on=_NO_KERNEL,
+    plain_on=NO_KERNEL,
 )
 
 
 # ---- the function ----------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _has_kernels() -> bool:
-    # Asked at the first call: the library is loaded after the ops are declared. In plain torch the layers are faster.
-    return _backward.has_kernel("CPU")
 
 
 def _layer_by_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -132,9 +123,7 @@ class _ConvPoolReLU(torch.autograd.Function):
         x, weight, bias, which = ctx.saved_tensors
         needed = ctx.needs_input_grad
         if torch.is_grad_enabled():  # create_graph=True: the gradient is to be differentiated again
-            asked = [tensor for tensor, need in zip((x, weight, bias), needed, strict=True) if need]
-            found = iter(torch.autograd.grad(_layer_by_layer(x, weight, bias), asked, grad, create_graph=True))
-            return tuple(next(found) if need else None for need in needed)
+            return gradients_with_graph(_layer_by_layer, (x, weight, bias), needed, grad)
         to_x, to_weight, to_bias = _backward(
             _channels_last(grad), which, _channels_last(x), _channels_last(weight), needed[0]
         )
@@ -162,8 +151,7 @@ def conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             "conv_pool_relu takes images [samples, channels, height, width], weights [outputs, channels, height, "
             f"width] and a bias [outputs]; got {describe(x)}, {describe(weight)} and {describe(bias)}"
         )
-    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _has_kernels()
-    if not ours or is_functorch_wrapped_tensor(weight) or is_functorch_wrapped_tensor(x):
+    if not takes(_backward, x, weight):
         return _layer_by_layer(x, weight, bias)
     result: Tensor = _ConvPoolReLU.apply(x, weight, bias)
     return result

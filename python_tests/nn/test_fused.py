@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,15 +15,18 @@ from pfl_ext.nn import FusedSequential, fused
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of the weights that the fused op was called with."""
+    """The shapes of the weights that the fused ops were called with."""
     seen: list[torch.Size] = []
-    original = fused.conv_pool_relu
 
-    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        seen.append(weight.shape)
-        return original(x, weight, bias)
+    def noted(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            seen.append(weight.shape)
+            return original(x, weight, bias)
 
-    monkeypatch.setattr(fused, "conv_pool_relu", noted)
+        return op
+
+    for name in ("conv_pool_relu", "linear_relu"):
+        monkeypatch.setattr(fused, name, noted(getattr(fused, name)))
     return seen
 
 
@@ -31,18 +35,25 @@ def layers(*middle: nn.Module) -> list[nn.Module]:
     return [*middle, nn.Flatten(), nn.LazyLinear(3)]
 
 
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
 def block(**options: object) -> list[nn.Module]:
     return [nn.Conv2d(2, 4, 3, **options), nn.MaxPool2d(2), nn.ReLU()]  # type: ignore[arg-type]
 
 
 def test_blocks_are_run_as_one_and_the_results_are_those_of_sequential(calls):
-    plain = nn.Sequential(*layers(nn.Tanh(), *block(), nn.Conv2d(4, 5, 2), nn.MaxPool2d(2), nn.ReLU()))
+    plain = nn.Sequential(
+        *layers(nn.Tanh(), *block(), nn.Conv2d(4, 5, 2), nn.MaxPool2d(2), nn.ReLU()), nn.ReLU(), nn.Linear(3, 2)
+    )
     x = torch.randn(3, 2, 14, 12)
     plain(x)
     ours = FusedSequential(*copy.deepcopy(list(plain)))
     assert list(ours.state_dict()) == list(plain.state_dict())
     y, expected = ours(x), plain(x)
-    assert calls == [(4, 2, 3, 3), (5, 4, 2, 2)]
+    assert [tuple(shape) for shape in calls] == [(4, 2, 3, 3), (5, 4, 2, 2), (3, 20)]
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     upstream = torch.randn(y.shape)
     for a, b in zip(
@@ -67,6 +78,9 @@ def test_blocks_are_run_as_one_and_the_results_are_those_of_sequential(calls):
         [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2), nn.ReLU()],
         [nn.Conv2d(2, 4, 3), nn.MaxPool2d(2), nn.Tanh()],
         [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2)],
+        [nn.Linear(12, 4, bias=False), nn.ReLU()],
+        [nn.Linear(12, 4), nn.Tanh()],
+        [Doubled(12, 4), nn.ReLU()],
     ],
     ids=lambda middle: ", ".join(map(str, middle)),
 )

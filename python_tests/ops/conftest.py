@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -30,3 +31,25 @@ def device_type(request: pytest.FixtureRequest) -> str:
     """Each device once, for what does not depend on the kernels: schemas, fake kernels, compilation."""
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def on_every_isa() -> Callable[[Callable[[], Any]], dict[tuple[str | None, int], Any]]:
+    """What a function gives, by instruction set and number of threads; by None without the library."""
+
+    def run(function: Callable[[], Any]) -> dict[tuple[str | None, int], Any]:
+        isa, threads, found = _native.isa(), torch.get_num_threads(), {}
+        try:
+            for name in _native.available_isas() or (None,):
+                for count in (1, 3):
+                    if name is not None:
+                        _native.set_isa(name)
+                    torch.set_num_threads(count)
+                    found[name, count] = function()
+        finally:
+            torch.set_num_threads(threads)
+            if isa is not None:
+                _native.set_isa(isa)
+        return found
+
+    return run

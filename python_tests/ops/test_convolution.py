@@ -53,23 +53,6 @@ def upstream_of(y, seed=1):
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y)
 
 
-def on_every_isa_and_threads(run):
-    """What ``run`` gives, by instruction set and number of threads; by None without the library."""
-    isa, threads, found = _native.isa(), torch.get_num_threads(), {}
-    try:
-        for name in _native.available_isas() or (None,):
-            for count in (1, 3):
-                if name is not None:
-                    _native.set_isa(name)
-                torch.set_num_threads(count)
-                found[name, count] = run()
-    finally:
-        torch.set_num_threads(threads)
-        if isa is not None:
-            _native.set_isa(isa)
-    return found
-
-
 def channels_last(x):
     """What the ops take."""
     return x.permute(0, 2, 3, 1).contiguous()
@@ -131,24 +114,22 @@ def test_gradients_are_those_of_the_three_layers_but_for_rounding(device, shape,
 
 
 @pytest.mark.parametrize("shape", ["cnn 1", "cnn 2", "lenet 2", "odd sides", "short stretches", "long stretches"])
-def test_gradients_have_the_same_bits_on_every_instruction_set_and_number_of_threads(shape):
+def test_gradients_have_the_same_bits_on_every_instruction_set_and_number_of_threads(on_every_isa, shape):
     x, weight, bias = (t.detach() for t in tensors(shape))
     y, which = OPS["conv_pool_relu_forward"](channels_last(x), channels_last(weight), bias)
     arguments = (upstream_of(y), which, channels_last(x), channels_last(weight), True)
-    found = list(on_every_isa_and_threads(lambda: OPS["conv_pool_relu_backward"](*arguments)).values())
+    found = list(on_every_isa(lambda: OPS["conv_pool_relu_backward"](*arguments)).values())
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
 
 
 @pytest.mark.parametrize("shape", ["cnn 1", "cnn 2", "lenet 2", "odd sides", "kernel of one", "long stretches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_results_have_the_same_bits_for_any_threads_and_wherever_products_are_not_rounded(shape, dtype):
+def test_results_have_the_same_bits_for_any_threads_and_wherever_products_are_not_rounded(on_every_isa, shape, dtype):
     x, weight, bias = (t.detach() for t in tensors(shape, dtype))
-    found = on_every_isa_and_threads(
-        lambda: OPS["conv_pool_relu_forward"](channels_last(x), channels_last(weight), bias)
-    )
+    found = on_every_isa(lambda: OPS["conv_pool_relu_forward"](channels_last(x), channels_last(weight), bias))
     for (isa, _), (y, which) in found.items():
-        same = found["baseline" if isa == "baseline" else next(reversed(found))[0], 1] if isa else found[None, 1]
+        same = found[isa if isa in (None, "baseline") else next(reversed(found))[0], 1]
         assert torch.equal(y, same[0]) and torch.equal(which, same[1])
 
 

@@ -8,52 +8,20 @@
 // whatever the vectors hold.
 #include "cpu/kernels/convolution.h"
 
-#include <cstring>
 #include <type_traits>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "cpu/kernels/vectors.h"
 
 namespace pfl::cpu::PFL_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;
-#endif
 // Sums held in registers: with a factor and a product they leave room in 16.
 constexpr int kSums = 10;
 // Outputs whose terms are collected in one walk over the cells, which lie output next to output.
 constexpr int64_t kOutputs = 16;
 
-template <typename T, int kLanes>
-struct Vector {
-  typedef T type __attribute__((vector_size(sizeof(T) * kLanes)));
-};
-template <typename T>
-struct Vector<T, 1> {
-  typedef T type;
-};
-template <typename T, int kLanes>
-using vector_t = typename Vector<T, kLanes>::type;
-
-template <typename V, typename T>
-inline V load(const T* p) {
-  V result;
-  memcpy(&result, p, sizeof(V));
-  return result;
-}
-
 // ---- the convolution with its pooling -------------------------------------------------------------------------------
 
-template <typename T>
-constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(T));
-template <typename T>
-using wide_t = vector_t<T, kLanes<T>>;
 template <typename T>
 using index_t = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
 template <typename T>
@@ -68,27 +36,6 @@ constexpr int kCells = 1;
 #endif
 template <typename T>
 constexpr int64_t kBlock = kVectors * kLanes<T>;
-
-// sum + factor * v, rounded once wherever the instruction set can: that is a third faster here, and torch's convolution
-// has no order of its own to keep to.
-template <typename T>
-inline wide_t<T> multiply_add(T factor, wide_t<T> v, wide_t<T> sum) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
-    return (wide_t<T>)_mm512_fmadd_ps(_mm512_set1_ps(factor), (__m512)v, (__m512)sum);
-  } else {
-    return (wide_t<T>)_mm512_fmadd_pd(_mm512_set1_pd(factor), (__m512d)v, (__m512d)sum);
-  }
-#elif defined(__AVX2__)
-  if constexpr (sizeof(T) == 4) {
-    return (wide_t<T>)_mm256_fmadd_ps(_mm256_set1_ps(factor), (__m256)v, (__m256)sum);
-  } else {
-    return (wide_t<T>)_mm256_fmadd_pd(_mm256_set1_pd(factor), (__m256d)v, (__m256d)sum);
-  }
-#else
-  return sum + factor * v;
-#endif
-}
 
 // Outputs are taken in blocks; the last may be of fewer vectors.
 template <typename T>
@@ -141,7 +88,7 @@ void convolve_cells(const ConvolutionShape& s, const T* x, const T* packed, int6
         for (int right = 0; right < 2 * kCellsHere; ++right) {
           const T factor = at[down * row + right * s.inputs];
           for (int v = 0; v < kVectorsHere; ++v) {
-            sums[down][right][v] = multiply_add<T>(factor, weights[v], sums[down][right][v]);
+            sums[down][right][v] = multiply_add<T>(filled<T>(factor), weights[v], sums[down][right][v]);
           }
         }
       }

@@ -1,0 +1,236 @@
+// Built once per instruction set with -DPFL_ISA=<namespace>; see averaging.cpp for what that forbids.
+//
+// With a batch of ten a general product of matrices is at half its speed: it packs the weights, of which every number
+// is used ten times only. Here they are read where they lie. Every element is summed in one order, whatever the vectors
+// hold.
+#include "cpu/kernels/linear.h"
+
+#include "cpu/kernels/vectors.h"
+
+namespace pfl::cpu::PFL_ISA {
+namespace {
+
+// Sums along the inputs are of 64 bytes of lanes, then over the lanes by halving: the same on every instruction set.
+constexpr int kParts = 64 / kVectorBytes;
+template <typename T>
+constexpr int kSumLanes = 64 / static_cast<int>(sizeof(T));
+
+// Rows and outputs, or rows and vectors, that are summed at once: what registers hold.
+constexpr int kRows = 5;
+#if defined(__AVX512F__)
+constexpr int kOutputs = 5;
+constexpr int kVectors = 4;
+#else
+constexpr int kOutputs = 1;
+constexpr int kVectors = 2;
+#endif
+
+template <typename T>
+T sum_of_lanes(const T* lanes) {
+  T halves[kSumLanes<T>];
+  memcpy(halves, lanes, sizeof(halves));
+  for (int width = kSumLanes<T> / 2; width > 0; width /= 2) {
+    for (int l = 0; l < width; ++l) halves[l] += halves[l + width];
+  }
+  return halves[0];
+}
+
+// kRowsHere x kOutputsHere dot products.
+template <typename T, int kRowsHere, int kOutputsHere>
+void dots(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y) {
+  using V = wide_t<T>;
+  constexpr int64_t kStep = kSumLanes<T>;
+  V sums[kRowsHere][kOutputsHere][kParts] = {};
+  const auto add = [&](const T* from_x, int64_t x_row, const T* from_weight, int64_t weight_row) {
+    for (int part = 0; part < kParts; ++part) {
+      V weights[kOutputsHere];
+      for (int o = 0; o < kOutputsHere; ++o) {
+        weights[o] = load<V>(from_weight + o * weight_row + part * kLanes<T>);
+      }
+      for (int r = 0; r < kRowsHere; ++r) {
+        const V inputs = load<V>(from_x + r * x_row + part * kLanes<T>);
+        for (int o = 0; o < kOutputsHere; ++o) {
+          sums[r][o][part] = multiply_add<T>(inputs, weights[o], sums[r][o][part]);
+        }
+      }
+    }
+  };
+  const int64_t whole = s.inputs / kStep * kStep;
+  for (int64_t i = 0; i < whole; i += kStep) add(x + i, s.inputs, weight + i, s.inputs);
+  if (whole < s.inputs) {
+    T last_x[kRowsHere * kStep] = {};
+    T last_weight[kOutputsHere * kStep] = {};
+    const size_t bytes = (s.inputs - whole) * sizeof(T);
+    for (int r = 0; r < kRowsHere; ++r) memcpy(last_x + r * kStep, x + r * s.inputs + whole, bytes);
+    for (int o = 0; o < kOutputsHere; ++o) memcpy(last_weight + o * kStep, weight + o * s.inputs + whole, bytes);
+    add(last_x, kStep, last_weight, kStep);
+  }
+  for (int r = 0; r < kRowsHere; ++r) {
+    for (int o = 0; o < kOutputsHere; ++o) {
+      T lanes[kSumLanes<T>];
+      memcpy(lanes, sums[r][o], sizeof(lanes));
+      const T sum = sum_of_lanes(lanes) + bias[o];
+      y[r * s.outputs + o] = sum <= 0 ? T(0) : sum;  // NaN stays, as in torch
+    }
+  }
+}
+
+template <typename T, int kOutputsHere>
+void dots_of_rows(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y) {
+  for (int64_t row = 0; row < s.rows; row += kRows) {
+    const T* from = x + row * s.inputs;
+    T* to = y + row * s.outputs;
+    switch (s.rows - row) {
+      case 1:
+        dots<T, 1, kOutputsHere>(s, from, weight, bias, to);
+        break;
+      case 2:
+        dots<T, 2, kOutputsHere>(s, from, weight, bias, to);
+        break;
+      case 3:
+        dots<T, 3, kOutputsHere>(s, from, weight, bias, to);
+        break;
+      case 4:
+        dots<T, 4, kOutputsHere>(s, from, weight, bias, to);
+        break;
+      default:
+        dots<T, kRows, kOutputsHere>(s, from, weight, bias, to);
+    }
+  }
+}
+
+template <typename T>
+void forward(const LinearShape& s, int64_t begin, int64_t end, const T* x, const T* weight, const T* bias, T* y) {
+  int64_t o = begin;
+  for (; o + kOutputs <= end; o += kOutputs) {
+    dots_of_rows<T, kOutputs>(s, x, weight + o * s.inputs, bias + o, y + o);
+  }
+  for (; o < end; ++o) dots_of_rows<T, 1>(s, x, weight + o * s.inputs, bias + o, y + o);
+}
+
+template <typename T>
+void mask(int64_t count, const T* __restrict grad, const T* __restrict y, T* __restrict masked) {
+  for (int64_t i = 0; i < count; ++i) masked[i] = y[i] <= 0 ? T(0) : grad[i];
+}
+
+// to[row][vectors] = sum over `count` of factors[row][i] * from[i][vectors], for kRowsHere rows and kVectorsHere
+// vectors; with kLanesHere of 1 the vectors are numbers, for what is left at the end of a row.
+template <typename T, int kLanesHere, int kRowsHere, int kVectorsHere>
+void sum_products(const T* factors, int64_t factor_row, int64_t factor_step, int64_t count, const T* from,
+                  int64_t from_row, T* to, int64_t to_row) {
+  using V = vector_t<T, kLanesHere>;
+  V sums[kRowsHere][kVectorsHere] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    V vectors[kVectorsHere];
+    for (int v = 0; v < kVectorsHere; ++v) vectors[v] = load<V>(from + i * from_row + v * kLanesHere);
+    for (int r = 0; r < kRowsHere; ++r) {
+      const T factor = factors[r * factor_row + i * factor_step];
+      for (int v = 0; v < kVectorsHere; ++v) {
+        if constexpr (kLanesHere == 1) {
+          sums[r][v] = multiply_add<T>(filled<T>(factor), filled<T>(vectors[v]), filled<T>(sums[r][v]))[0];
+        } else {
+          sums[r][v] = multiply_add<T>(filled<T>(factor), vectors[v], sums[r][v]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < kRowsHere; ++r) {
+    for (int v = 0; v < kVectorsHere; ++v) memcpy(to + r * to_row + v * kLanesHere, &sums[r][v], sizeof(V));
+  }
+}
+
+// The same for the columns [begin, end) of kRowsHere rows.
+template <typename T, int kRowsHere>
+void sum_products_of_rows(const T* factors, int64_t factor_row, int64_t factor_step, int64_t count, const T* from,
+                          int64_t from_row, int64_t begin, int64_t end, T* to, int64_t to_row) {
+  constexpr int64_t kStep = kVectors * kLanes<T>;
+  int64_t i = begin;
+  for (; i + kStep <= end; i += kStep) {
+    sum_products<T, kLanes<T>, kRowsHere, kVectors>(factors, factor_row, factor_step, count, from + i, from_row, to + i,
+                                                    to_row);
+  }
+  for (; i + kLanes<T> <= end; i += kLanes<T>) {
+    sum_products<T, kLanes<T>, kRowsHere, 1>(factors, factor_row, factor_step, count, from + i, from_row, to + i,
+                                             to_row);
+  }
+  for (; i < end; ++i) {
+    sum_products<T, 1, kRowsHere, 1>(factors, factor_row, factor_step, count, from + i, from_row, to + i, to_row);
+  }
+}
+
+template <typename T>
+void weight_gradient(const LinearShape& s, int64_t begin, int64_t end, const T* masked, const T* x, T* to_weight,
+                     T* to_bias) {
+  int64_t o = begin;
+  for (; o + 4 <= end; o += 4) {
+    sum_products_of_rows<T, 4>(masked + o, 1, s.outputs, s.rows, x, s.inputs, 0, s.inputs, to_weight + o * s.inputs,
+                               s.inputs);
+  }
+  for (; o < end; ++o) {
+    sum_products_of_rows<T, 1>(masked + o, 1, s.outputs, s.rows, x, s.inputs, 0, s.inputs, to_weight + o * s.inputs,
+                               s.inputs);
+  }
+  memset(to_bias + begin, 0, (end - begin) * sizeof(T));
+  for (int64_t row = 0; row < s.rows; ++row) {
+    for (int64_t i = begin; i < end; ++i) to_bias[i] += masked[row * s.outputs + i];
+  }
+}
+
+template <typename T>
+void input_gradient(const LinearShape& s, int64_t begin, int64_t end, const T* masked, const T* weight, T* to_x) {
+  int64_t row = 0;
+  for (; row + kRows <= s.rows; row += kRows) {
+    sum_products_of_rows<T, kRows>(masked + row * s.outputs, s.outputs, 1, s.outputs, weight, s.inputs, begin, end,
+                                   to_x + row * s.inputs, s.inputs);
+  }
+  for (; row < s.rows; ++row) {
+    sum_products_of_rows<T, 1>(masked + row * s.outputs, s.outputs, 1, s.outputs, weight, s.inputs, begin, end,
+                               to_x + row * s.inputs, s.inputs);
+  }
+}
+
+template <typename T>
+const T* of(const void* p) {
+  return static_cast<const T*>(p);
+}
+template <typename T>
+T* of(void* p) {
+  return static_cast<T*>(p);
+}
+
+template <typename T>
+struct Typed {
+  static void forward(const LinearShape& s, int64_t begin, int64_t end, const void* x, const void* weight,
+                      const void* bias, void* y) {
+    PFL_ISA::forward(s, begin, end, of<T>(x), of<T>(weight), of<T>(bias), of<T>(y));
+  }
+  static void mask(int64_t count, const void* grad, const void* y, void* masked) {
+    PFL_ISA::mask(count, of<T>(grad), of<T>(y), of<T>(masked));
+  }
+  static void weight_gradient(const LinearShape& s, int64_t begin, int64_t end, const void* masked, const void* x,
+                              void* to_weight, void* to_bias) {
+    PFL_ISA::weight_gradient(s, begin, end, of<T>(masked), of<T>(x), of<T>(to_weight), of<T>(to_bias));
+  }
+  static void input_gradient(const LinearShape& s, int64_t begin, int64_t end, const void* masked, const void* weight,
+                             void* to_x) {
+    PFL_ISA::input_gradient(s, begin, end, of<T>(masked), of<T>(weight), of<T>(to_x));
+  }
+};
+
+// The function of the type, called with what the table is called with.
+template <auto kFloat, auto kDouble, typename... Arguments>
+void by_type(DType dtype, Arguments... arguments) {
+  (dtype == DType::kFloat64 ? kDouble : kFloat)(arguments...);
+}
+
+}  // namespace
+
+extern const LinearKernels linear;
+const LinearKernels linear = {
+    by_type<Typed<float>::forward, Typed<double>::forward>,
+    by_type<Typed<float>::mask, Typed<double>::mask>,
+    by_type<Typed<float>::weight_gradient, Typed<double>::weight_gradient>,
+    by_type<Typed<float>::input_gradient, Typed<double>::input_gradient>,
+};
+
+}  // namespace pfl::cpu::PFL_ISA
