@@ -55,6 +55,7 @@ else:
 
 __all__ = ["compare", "data", "landscape", "run", "sweep"]
 
+_STATISTICS = ("mean", "weighted_mean")
 _FAILURES = (ValueError, OSError, Diverged, DamagedCheckpoint, ForeignCheckpoint, ImportError)
 
 
@@ -370,7 +371,7 @@ def compare(arguments: Sequence[str]) -> int:
         experiments = comparison_.experiments()
         folder = parsed.output or Path("results") / _folder("compare", experiments[0][1])
         runs, dataset, partition = _run_all(experiments, folder, parsed)
-        rows = comparison(runs, parsed.metric)
+        rows = comparison(runs, parsed.metric, parsed.statistic)
         _write_tables(rows, folder, "comparison")
         _write_tables(tails(runs, parsed.metric), folder, "tails")
         _write(folder / "users.md", _users(runs))
@@ -410,7 +411,8 @@ def sweep(arguments: Sequence[str]) -> int:
             runs, dataset, partition = _run_all(some, folder / point.folder, parsed)
             if not parsed.no_plots:
                 _draw(runs, folder / point.folder, dataset, partition)
-            for row, of_tails in zip(comparison(runs, parsed.metric), tails(runs, parsed.metric), strict=True):
+            both = (comparison(runs, parsed.metric, parsed.statistic), tails(runs, parsed.metric))
+            for row, of_tails in zip(*both, strict=True):
                 label = str(row["method"])
                 own = {name: value if name in point.applies[label] else None for name, value in point.values.items()}
                 rows.append({**_short(own), **row})
@@ -436,7 +438,8 @@ def _comparison(
         " METHOD METHOD ...",
         f"{description}\n"
         "A method's own options: --set ditto.lam=0.1, or a table [method.ditto] in the configuration file, which may\n"
-        "also list the methods, seeds, and variants of a method under names of their own (docs/methods.md).",
+        "also list the methods, seeds, the statistic, and variants of a method under names of their own\n"
+        "(docs/methods.md).",
     )
     parser.epilog = _METHODS_HELP
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods, or variants that the file names")
@@ -461,8 +464,16 @@ def _comparison(
         "--metric", choices=("accuracy", "auc", "loss"), default="accuracy", help="of the tables (default: accuracy)"
     )
     group.add_argument("--style", choices=("markdown", "csv", "latex"), default="markdown", help="of the printed table")
+    group.add_argument(
+        "--statistic",
+        choices=_STATISTICS,
+        help="of the clients' results in the table: their mean, or weighted by their test sets' sizes (default: mean)",
+    )
     parsed, unknown = parser.parse_known_args(list(arguments))
     _refuse_unknown(parser, unknown)
+    parsed.statistic = parsed.statistic or config.get("statistic", "mean")
+    if parsed.statistic not in _STATISTICS:
+        raise _Usage(f"statistic = {parsed.statistic!r} in the configuration; {' and '.join(_STATISTICS)} are accepted")
     methods = parsed.methods or list(config.get("methods", []))
     if not methods:
         raise _Usage(f"name the methods to compare; known are {', '.join(METHODS)}")

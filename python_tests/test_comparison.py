@@ -113,6 +113,20 @@ def test_new_clients_have_a_column_and_a_picture_of_their_own(
     assert (tmp_path / "out" / "new-clients.png").read_bytes() != (tmp_path / "out" / "sweep.png").read_bytes()
 
 
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_the_table_is_by_the_statistic_of_the_file_unless_the_command_line_names_one(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vary = ["--vary", "method.ditto.lam=1"] if command == "sweep" else []
+    arguments = [command, "ditto", *vary, *_config(tmp_path, 'statistic = "weighted_mean"' + FILE)]
+    assert main(arguments) == 0
+    assert "personal: local test, weighted" in capsys.readouterr().out
+    assert main([*arguments, "--resume", "--statistic", "mean"]) == 0
+    assert "weighted" not in capsys.readouterr().out
+    assert main([command, *vary, *_config(tmp_path, 'statistic = "median"' + FILE)]) != 0
+    assert "statistic = 'median' in the configuration; mean and weighted_mean are accepted" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [

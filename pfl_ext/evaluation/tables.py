@@ -188,7 +188,7 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
             standard deviation over the seeds.
         metric: ``"accuracy"`` and ``"auc"`` are shown in per cent, ``"loss"`` is not.
-        statistic: ``"mean"`` or ``"weighted_mean"``.
+        statistic: ``"mean"`` or ``"weighted_mean"``, by the sizes of the test sets (``local test, weighted``).
 
     Returns:
         Rows for `table`. A column that no method has is left out.
@@ -322,11 +322,12 @@ def _result(
     # What clients do on their own after the last round is a record too, and no round.
     rounds_only = [record for record in history if record["round"] > 0 and "stage" not in record]
     cells: dict[str, Any] = {"rounds": len(rounds_only)}
+    local = "local test, weighted" if statistic == "weighted_mean" else "local test"
     joined: Mapping[str, Any] = next(
         (record["new_clients"] for record in reversed(history) if "new_clients" in record), {}
     )
     for model in models:
-        cells[f"{model}: local test"] = cell(model, "last", "test", statistic)
+        cells[f"{model}: {local}"] = cell(model, "last", "test", statistic)
         cells[f"{model}: std"] = cell(model, "last", "test", "std")
         cells[f"{model}: global test"] = cell(model, "last", "global_test", statistic)
         cells |= {f"{model}: {name}": cell(model, "last", name, statistic) for name in extra}

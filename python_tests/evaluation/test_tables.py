@@ -193,6 +193,17 @@ def test_comparison_of_runs_without_evaluation_still_tells_the_cost(make_run):
     assert comparison({}) == []
 
 
+def test_comparison_by_the_weighted_mean_says_so(make_run):
+    folder = make_run("a", [0.5, 0.7])
+    record = folder.records()[-1]
+    record["models"]["personal"]["test"]["accuracy"] = summarize([0.5, 0.7], [3, 1])
+    folder.truncate(3)
+    folder.append(record)
+    (row,) = comparison({"A": folder}, statistic="weighted_mean")
+    assert row["personal: local test, weighted"] == row["best on test"] == pytest.approx(55)
+    assert "personal: local test" not in row
+
+
 def test_comparison_shows_new_clients_apart(make_run):
     folder = make_run("a", [0.5, 0.7])
     last = folder.records()[-1]
