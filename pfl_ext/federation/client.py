@@ -19,6 +19,7 @@ from .streams import stream
 __all__ = ["Batch", "Client", "classification_loss"]
 
 _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
+_FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
 
 
 class Batch(NamedTuple):
@@ -155,20 +156,24 @@ class Client:
         until_arrival = self._most_samples is not None
         while until_arrival or (passes < epochs if steps is None else taken < steps):
             passes += 1
-            for rows in torch.randperm(self.samples, generator=order).split(batch_size):
-                if skip_single and len(rows) == 1 and batch_size > 1:
-                    continue
-                if self._drop_last and len(rows) < min(batch_size, self.samples):
-                    continue
-                if steps is not None and taken == steps and not until_arrival:
-                    return
-                if not self._goes_on(len(rows)):
-                    return
-                inputs, targets = self._dataset.batch(self.train[rows])
-                if self._augment is not None:
-                    inputs = self._augment(inputs, augmentation)
-                taken += 1
-                yield Batch(inputs, targets, rows)
+            ahead = max(1, _FETCHED_AHEAD // batch_size)
+            if steps is not None and not until_arrival:
+                ahead = min(ahead, steps - taken)
+            for fetched in torch.randperm(self.samples, generator=order).split(ahead * batch_size):
+                several = (fetched, *self._dataset.batch(self.train[fetched]))
+                for rows, inputs, targets in zip(*(part.split(batch_size) for part in several), strict=True):
+                    if skip_single and len(rows) == 1 and batch_size > 1:
+                        continue
+                    if self._drop_last and len(rows) < min(batch_size, self.samples):
+                        continue
+                    if steps is not None and taken == steps and not until_arrival:
+                        return
+                    if not self._goes_on(len(rows)):
+                        return
+                    if self._augment is not None:
+                        inputs = self._augment(inputs, augmentation)
+                    taken += 1
+                    yield Batch(inputs, targets, rows)
 
     def poisson_batches(
         self, batch_size: int, *, epochs: int = 1, steps: int | None = None, name: str = "batches"
