@@ -22,8 +22,10 @@ from ._layers import NO_KERNEL, gradients_with_graph, takes
 
 __all__ = ["linear_relu"]
 
-_MOST_ROWS = 16
-"""More rows than these a general product of matrices multiplies as fast."""
+_MOST_ROWS = 10
+"""More rows than these a general product of matrices multiplies as fast, with AVX2 at least."""
+_FEWEST_WEIGHTS = 2**16
+"""With fewer the call would take longer than the product."""
 
 
 # ---- the ops ---------------------------------------------------------------------------------------------------------
@@ -90,8 +92,8 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     r"""``relu(linear(x, weight, bias))``, faster for batches of few rows.
 
     Result and gradients are the same sums as torch's, in an order of their own: the same bits for any number of threads
-    and on every instruction set with fused multiply-add. In float32 and float64 on a CPU, for at most 16 rows, it is
-    kernels of ours; for more rows, without the native library, on other devices, in other types, inside
+    and on every instruction set with fused multiply-add. In float32 and float64 on a CPU, for at most 10 rows and at
+    least 65,536 weights, it is kernels of ours; for other sizes, without the native library, on other devices, in other types, inside
     ``torch.func``'s transforms and for gradients of gradients it is the two layers.
 
     Args:
@@ -107,7 +109,8 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             "linear_relu takes rows [..., inputs], weights [outputs, inputs] and a bias [outputs]; "
             f"got {describe(x)}, {describe(weight)} and {describe(bias)}"
         )
-    if x.dim() != 2 or len(x) > _MOST_ROWS or not takes(_backward, x, weight):
+    small = x.dim() == 2 and len(x) <= _MOST_ROWS and weight.numel() >= _FEWEST_WEIGHTS
+    if not small or not takes(_backward, x, weight):
         return _forward_reference(x, weight, bias)
     result: Tensor = _LinearReLU.apply(x, weight, bias)
     return result

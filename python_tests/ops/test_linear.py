@@ -18,7 +18,7 @@ SHAPES = {
     "lenet": (10, 400, 120),
     "one row": (1, 33, 7),
     "rows beside groups": (9, 65, 23),
-    "most rows": (16, 129, 66),
+    "most rows": (10, 129, 66),
     "few inputs": (4, 3, 11),
     "one of each": (1, 1, 1),
     "no row": (0, 8, 4),
@@ -45,6 +45,12 @@ def layers(x, weight, bias):
 
 def upstream_of(y):
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+
+
+@pytest.fixture(autouse=True)
+def kernels_for_small_layers(monkeypatch):
+    """They would be torch's otherwise, as the call takes longer than their products."""
+    monkeypatch.setattr(linear, "_FEWEST_WEIGHTS", 0)
 
 
 @pytest.fixture
@@ -131,11 +137,14 @@ def test_only_what_is_asked_for_is_given(device):
         assert torch.equal(found, expected)
 
 
-def test_kernels_are_for_few_rows_of_float32_and_float64(calls):
+def test_kernels_are_for_few_rows_and_many_weights_of_float32_and_float64(calls, monkeypatch):
     x, weight, bias = (t.detach() for t in tensors("rows beside groups"))
     linear_relu(x, weight, bias)
     assert len(calls) == (_native.isa() is not None)
     calls.clear()
+    monkeypatch.setattr(linear, "_FEWEST_WEIGHTS", weight.numel() + 1)
+    assert torch.equal(linear_relu(x, weight, bias), layers(x, weight, bias))
+    monkeypatch.setattr(linear, "_FEWEST_WEIGHTS", weight.numel())
     for other in (x.repeat(2, 1), x[None], x[0]):
         assert torch.equal(linear_relu(other, weight, bias), layers(other, weight, bias))
     low = [t.bfloat16() for t in (x, weight, bias)]

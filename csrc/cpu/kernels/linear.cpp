@@ -21,55 +21,54 @@ constexpr int kRows = 5;
 constexpr int kOutputs = 5;
 constexpr int kVectors = 4;
 #else
-constexpr int kOutputs = 1;
+constexpr int kOutputs = 2;
 constexpr int kVectors = 2;
 #endif
 
 template <typename T>
-T sum_of_lanes(const T* lanes) {
-  T halves[kSumLanes<T>];
-  memcpy(halves, lanes, sizeof(halves));
+T sum_of_lanes(T (&lanes)[kSumLanes<T>]) {
   for (int width = kSumLanes<T> / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) halves[l] += halves[l + width];
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
   }
-  return halves[0];
+  return lanes[0];
 }
 
-// kRowsHere x kOutputsHere dot products.
+// kRowsHere x kOutputsHere dot products. A vector is part of the lanes of a sum: part after part, so that registers
+// hold as many sums as they can.
 template <typename T, int kRowsHere, int kOutputsHere>
 void dots(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y) {
   using V = wide_t<T>;
   constexpr int64_t kStep = kSumLanes<T>;
-  V sums[kRowsHere][kOutputsHere][kParts] = {};
-  const auto add = [&](const T* from_x, int64_t x_row, const T* from_weight, int64_t weight_row) {
-    for (int part = 0; part < kParts; ++part) {
-      V weights[kOutputsHere];
-      for (int o = 0; o < kOutputsHere; ++o) {
-        weights[o] = load<V>(from_weight + o * weight_row + part * kLanes<T>);
-      }
-      for (int r = 0; r < kRowsHere; ++r) {
-        const V inputs = load<V>(from_x + r * x_row + part * kLanes<T>);
-        for (int o = 0; o < kOutputsHere; ++o) {
-          sums[r][o][part] = multiply_add<T>(inputs, weights[o], sums[r][o][part]);
-        }
-      }
-    }
-  };
   const int64_t whole = s.inputs / kStep * kStep;
-  for (int64_t i = 0; i < whole; i += kStep) add(x + i, s.inputs, weight + i, s.inputs);
-  if (whole < s.inputs) {
-    T last_x[kRowsHere * kStep] = {};
-    T last_weight[kOutputsHere * kStep] = {};
-    const size_t bytes = (s.inputs - whole) * sizeof(T);
-    for (int r = 0; r < kRowsHere; ++r) memcpy(last_x + r * kStep, x + r * s.inputs + whole, bytes);
-    for (int o = 0; o < kOutputsHere; ++o) memcpy(last_weight + o * kStep, weight + o * s.inputs + whole, bytes);
-    add(last_x, kStep, last_weight, kStep);
+  // What is left of the rows, with zeros behind.
+  T last_x[kRowsHere * kStep] = {};
+  T last_weight[kOutputsHere * kStep] = {};
+  const size_t left = (s.inputs - whole) * sizeof(T);
+  if (left != 0) {
+    for (int r = 0; r < kRowsHere; ++r) memcpy(last_x + r * kStep, x + r * s.inputs + whole, left);
+    for (int o = 0; o < kOutputsHere; ++o) memcpy(last_weight + o * kStep, weight + o * s.inputs + whole, left);
+  }
+  T lanes[kRowsHere][kOutputsHere][kSumLanes<T>];
+  for (int part = 0; part < kParts; ++part) {
+    V sums[kRowsHere][kOutputsHere] = {};
+    const auto add = [&](const T* from_x, int64_t x_row, const T* from_weight, int64_t weight_row) {
+      V weights[kOutputsHere];
+      for (int o = 0; o < kOutputsHere; ++o) weights[o] = load<V>(from_weight + o * weight_row);
+      for (int r = 0; r < kRowsHere; ++r) {
+        const V inputs = load<V>(from_x + r * x_row);
+        for (int o = 0; o < kOutputsHere; ++o) sums[r][o] = multiply_add<T>(inputs, weights[o], sums[r][o]);
+      }
+    };
+    const int64_t first = part * kLanes<T>;
+    for (int64_t i = first; i < whole; i += kStep) add(x + i, s.inputs, weight + i, s.inputs);
+    if (left != 0) add(last_x + first, kStep, last_weight + first, kStep);
+    for (int r = 0; r < kRowsHere; ++r) {
+      for (int o = 0; o < kOutputsHere; ++o) memcpy(lanes[r][o] + first, &sums[r][o], sizeof(V));
+    }
   }
   for (int r = 0; r < kRowsHere; ++r) {
     for (int o = 0; o < kOutputsHere; ++o) {
-      T lanes[kSumLanes<T>];
-      memcpy(lanes, sums[r][o], sizeof(lanes));
-      const T sum = sum_of_lanes(lanes) + bias[o];
+      const T sum = sum_of_lanes(lanes[r][o]) + bias[o];
       y[r * s.outputs + o] = sum <= 0 ? T(0) : sum;  // NaN stays, as in torch
     }
   }
@@ -170,7 +169,7 @@ void weight_gradient(const LinearShape& s, int64_t begin, int64_t end, const T* 
     sum_products_of_rows<T, 1>(masked + o, 1, s.outputs, s.rows, x, s.inputs, 0, s.inputs, to_weight + o * s.inputs,
                                s.inputs);
   }
-  memset(to_bias + begin, 0, (end - begin) * sizeof(T));
+  for (int64_t i = begin; i < end; ++i) to_bias[i] = 0;
   for (int64_t row = 0; row < s.rows; ++row) {
     for (int64_t i = begin; i < end; ++i) to_bias[i] += masked[row * s.outputs + i];
   }
