@@ -93,8 +93,8 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Result and gradients are the same sums as torch's, in an order of their own: the same bits for any number of threads
     and on every instruction set with fused multiply-add. In float32 and float64 on a CPU, for at most 10 rows and at
-    least 65,536 weights, it is kernels of ours; for other sizes, without the native library, on other devices, in other types, inside
-    ``torch.func``'s transforms and for gradients of gradients it is the two layers.
+    least 65,536 weights, it is kernels of ours; for other sizes, without the native library, on other devices, in other
+    types, inside ``torch.func``'s transforms and for gradients of gradients it is the two layers.
 
     Args:
         x: [rows, inputs]; with other numbers of dimensions it is the two layers as well.
