@@ -594,9 +594,8 @@ def data(arguments: Sequence[str]) -> int:
         group.add_argument("--picture", type=Path, help="draw the partition into this file (PNG)")
         parsed, unknown = parser.parse_known_args(list(arguments))
         _refuse_unknown(parser, unknown)
-        sections = _sections(parsed, config)
-        sections["method"] = {"name": "fedavg"}
-        experiment = Experiment.from_sections(sections)
+        sections = _sections(parsed, {name: table for name, table in config.items() if name != "sweep"})
+        experiment = Experiment.from_sections(variant({**sections, "method": {}}, "fedavg"))  # any: it trains nothing
         dataset, cut = experiment.make_data()
         print(cut.table(dataset))
         print(f"{cut.clients} clients, fingerprint {cut.fingerprint[:16]}")

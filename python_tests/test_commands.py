@@ -221,6 +221,18 @@ def test_data_shows_saves_and_draws_a_partition_that_a_run_can_use(
     assert used.fingerprint == Partition.load(file).fingerprint
 
 
+def test_data_takes_the_file_of_a_comparison_or_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "sweep.toml"
+    file.write_text(
+        'methods = ["fedavg", "late"]\nseeds = [0, 1]\n[partition]\nclients = 4\n[network]\nname = "mlp"\n'
+        "[network.late]\nadapters = true\n[federation]\nrounds = 2\n[federation.late]\nrounds = 3\n"
+        '[method.late]\nname = "fedavg"\nlr = 0.2\n[sweep]\n"method.lr" = [0.1, 0.2]\n',
+        encoding="utf-8",
+    )
+    assert main(["data", "--config", str(file)]) == 0
+    assert "4 clients, fingerprint" in capsys.readouterr().out
+
+
 # ---- stopping and going on -------------------------------------------------------------------------------------------
 
 
