@@ -257,9 +257,9 @@ def run(arguments: Sequence[str]) -> int:
         if parsed.method is not None and parsed.method != label:
             _check_method(parsed.method)
         _refuse_unknown(parser, unknown)
-        sections = _sections(parsed, {name: table for name, table in config.items() if name != "sweep"})
-        if label is not None:
-            sections = variant(sections, label)
+        tables = {name: table for name, table in config.items() if isinstance(table, Mapping) and name != "sweep"}
+        # The method's own tables first: the command line overrides these too.
+        sections = _sections(parsed, tables if label is None else variant(tables, label))
         experiment = Experiment.from_sections(sections)
         folder = parsed.output or Path("results") / _name(experiment)
         dataset, cut = experiment.make_data()

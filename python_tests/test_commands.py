@@ -221,6 +221,20 @@ def test_data_shows_saves_and_draws_a_partition_that_a_run_can_use(
     assert used.fingerprint == Partition.load(file).fingerprint
 
 
+def test_the_command_line_overrides_a_methods_own_table_in_the_file_of_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(
+        '[method]\nlr = 0.1\n[method.late]\nname = "ditto"\nlr = 0.2\nlam = 0.3\n[federation.late]\nrounds = 3\n',
+        encoding="utf-8",
+    )
+    folder = tmp_path / "run"
+    options = ["--lr", "0.05", "--rounds", "1", "--quiet", "--no-plots"]
+    assert main(["run", "late", "--config", str(file), *options, "--output", str(folder)]) == 0
+    used = ResultsFolder.open(folder).read_json("config.json")
+    assert used["method"]["name"] == "ditto" and used["federation"]["rounds"] == 1
+    assert used["method"]["lr"] == 0.05 and used["method"]["lam"] == 0.3
+
+
 def test_data_takes_the_file_of_a_comparison_or_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sweep.toml"
     file.write_text(
