@@ -32,6 +32,7 @@ found = {}
 for name, options in (
     ("scd", {"form": "normalized", "lam_g": 5.0, "lam_p": 5.0}),
     ("scd", {"form": "generalized", "lam_g": 1e-4, "lam_p": 1e-4}),
+    ("scd", {"form": "paper", "lam_g": 1e-4, "lam_p": 1e-4}),
     ("ditto", {}), ("fedrod", {}), ("fedasync", {}), ("fedbuff", {"buffer": 2}),
 ):
     method = METHODS[name](lr=0.05, batch_size=4, momentum=0.5, **options)
@@ -54,7 +55,7 @@ def test_both_backends_give_the_same_models_to_within_rounding(tmp_path: Path) -
         # Elsewhere than in the repository: there "-c" would import the tree, which has no library in it.
         subprocess.run([sys.executable, "-c", SCRIPT, str(path)], check=True, env=environment, cwd=tmp_path)
         found.append(load_file(path))
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 6 * 4
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 7 * 4
     # Four steps a round on numbers around 1. Sums of up to 403 terms are rounded in another order: 403 eps in each of
     # forward, backward and average, and the FFT's log2(403) eps is amplified by the smallest of its 202 bins, which
     # are Rayleigh distributed: about sqrt(403).
