@@ -166,14 +166,14 @@ class Client:
                         continue
                     if self._drop_last and len(rows) < min(batch_size, self.samples):
                         continue
-                    if steps is not None and taken == steps and not until_arrival:
-                        return
                     if not self._goes_on(len(rows)):
                         return
                     if self._augment is not None:
                         inputs = self._augment(inputs, augmentation)
                     taken += 1
                     yield Batch(inputs, targets, rows)
+                    if taken == steps and not until_arrival:
+                        return
 
     def poisson_batches(
         self, batch_size: int, *, epochs: int = 1, steps: int | None = None, name: str = "batches"

@@ -49,6 +49,25 @@ def test_rows_say_where_a_batch_stands_in_the_training_data(client: Client, data
         assert torch.equal(batch.inputs, inputs) and torch.equal(batch.targets, targets)
 
 
+def test_batches_are_fetched_together_and_no_more_than_the_steps_take(
+    client: Client, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[int] = []
+    batch = type(dataset).batch
+
+    def counted(self: Dataset, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        fetched.append(len(indices))
+        return batch(self, indices)
+
+    monkeypatch.setattr(type(dataset), "batch", counted)
+    assert client.samples > 2 * 3
+    list(client.batches(2))
+    assert fetched == [client.samples]
+    fetched.clear()
+    list(client.batches(2, steps=3))
+    assert fetched == [2 * 3]
+
+
 def test_what_is_set_is_kept_when_the_turn_ends_and_not_before(client: Client) -> None:
     store = client._store
     client["v"] = torch.ones(2)
