@@ -64,10 +64,10 @@ def _landscape(arguments: Sequence[str]) -> int:
     return landscape(arguments)
 
 
-def _runtime(arguments: Sequence[str]) -> int:
-    from .runtime import main as runtime
+def _virtual_time(arguments: Sequence[str]) -> int:
+    from .virtual_time import main as virtual_time
 
-    return runtime(arguments)
+    return virtual_time(arguments)
 
 
 # Each has a parser of its own and imports what it needs when it is called.
@@ -75,7 +75,7 @@ _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (_run, "run a method on clients' data"),
     "compare": (_compare, "run several methods on identical partitions and streams; one table, one picture"),
     "sweep": (_sweep, "a comparison for each combination of some options' values; one table"),
-    "runtime": (_runtime, "virtual time of finished runs to a target accuracy, under each protocol"),
+    "virtual-time": (_virtual_time, "virtual time of finished runs to a target accuracy, under each protocol"),
     "data": (_data, "cut a data set into clients: table, picture, file"),
     "landscape": (_landscape, "draw the loss around the models of finished runs"),
     "bench": (_bench, "race an op family against its opponents"),

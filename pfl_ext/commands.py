@@ -16,7 +16,19 @@ import torch
 from .algorithms import METHODS
 from .comparison import Comparison, folder_name, method_of, points, variant
 from .data import PARTITIONERS, Dataset, Partition
-from .evaluation import (
+from .experiment import (
+    DATA_OPTIONS,
+    Experiment,
+    Option,
+    method_options,
+    nearest,
+    network_options,
+    partition_options,
+    settings_options,
+)
+from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method, stream
+from .nn import NETWORKS
+from .reports import (
     Progress,
     ResultsFolder,
     Runs,
@@ -35,18 +47,6 @@ from .evaluation import (
     transpose,
     versions,
 )
-from .experiment import (
-    DATA_OPTIONS,
-    Experiment,
-    Option,
-    method_options,
-    nearest,
-    network_options,
-    partition_options,
-    settings_options,
-)
-from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method, stream
-from .nn import NETWORKS
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,7 +17,7 @@ import pytest
 
 from pfl_ext.cli import main
 from pfl_ext.data import Partition
-from pfl_ext.evaluation import ResultsFolder
+from pfl_ext.reports import ResultsFolder
 
 QUICK = ["--data", "digits", "--clients", "5", "--rounds", "3", "--lr", "0.1", "--quiet", "--no-plots"]
 

@@ -15,7 +15,7 @@ from .archive import read_npz
 from .cifar import CIFAR, read_cifar
 from .dataset import Dataset
 from .folder import read_folder
-from .idx import FILES, read_mnist
+from .mnist import FILES, read_mnist
 from .shifts import CIFAR10_1, LABELS, read_cifar10_1, read_cifar10_c
 
 __all__ = ["SOURCES", "TEST_SOURCES", "load", "load_test"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset
-from pfl_ext.federation.mapping import LARGE, MappedTensor, scratch_folder
+from pfl_ext.federation.mapped import LARGE, MappedTensor, scratch_folder
 from pfl_ext.federation.turns import Diverged, Plan, Turned, Turns, Vectors
 
 __all__ = ["Workers"]

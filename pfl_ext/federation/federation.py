@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
-from pfl_ext.evaluation import ResultsFolder, classification_metrics, mean_metrics, summarize
+from pfl_ext.metrics import classification_metrics, mean_metrics, summarize
 from pfl_ext.ops import all_finite
+from pfl_ext.reports import ResultsFolder
 
 from . import checkpoint
 from .clock import PROTOCOLS, Clock, Device, Timeline, Work
 from .flight import Flight, Turn
-from .mapping import LARGE, MappedTensor, opened, scratch_folder
+from .mapped import LARGE, MappedTensor, opened, scratch_folder
 from .method import Method, Options, Uploads, option
 from .model import WorkingModel
 from .privacy import Privacy, refuse_batch_norm

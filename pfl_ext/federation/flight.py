@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .clock import Clock, Work
-from .mapping import MappedTensor, opened
+from .mapped import MappedTensor, opened
 from .store import ClientStore
 from .streams import stream
 from .turns import Diverged, Turned, Vectors

@@ -14,7 +14,7 @@ from torch import Tensor
 from pfl_ext.data import Partition
 
 from .client import Client
-from .mapping import MappedTensor, opened
+from .mapped import MappedTensor, opened
 from .model import WorkingModel
 from .server import Server
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .mapping import MappedTensor
+from .mapped import MappedTensor
 
 __all__ = ["ClientStore"]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.evaluation import classification_metrics, mean_metrics, prediction_distance
+from pfl_ext.metrics import classification_metrics, mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
 from .client import Client
-from .mapping import MappedTensor, opened
+from .mapped import MappedTensor, opened
 from .method import Method
 from .model import WorkingModel
 from .privacy import PRIVATE_STEPS, Privacy

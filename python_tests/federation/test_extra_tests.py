@@ -13,8 +13,9 @@ from torch import nn
 
 from pfl_ext.algorithms import METHODS, Ditto
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.evaluation import classification_metrics, comparison
 from pfl_ext.federation import Federation, Settings
+from pfl_ext.metrics import classification_metrics
+from pfl_ext.reports import comparison
 
 QUICK: dict[str, Any] = {"lr": 0.1, "batch_size": 4}
 SETTINGS: dict[str, Any] = {"rounds": 2, "personal_global_test": True, "prediction_distance": True}

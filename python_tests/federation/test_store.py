@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pfl_ext.federation import ClientStore
-from pfl_ext.federation.mapping import MappedTensor, scratch_folder
+from pfl_ext.federation.mapped import MappedTensor, scratch_folder
 
 
 @pytest.fixture(params=["memory", "mapped"])

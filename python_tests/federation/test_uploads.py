@@ -12,7 +12,7 @@ from pfl_ext.algorithms import Ditto
 from pfl_ext.algorithms.fedavg import average
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Settings, Uploads, method
-from pfl_ext.federation.mapping import MappedTensor
+from pfl_ext.federation.mapped import MappedTensor
 
 
 def in_files(vectors: list[torch.Tensor], folder: Path) -> Uploads:

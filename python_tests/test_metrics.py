@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
-from pfl_ext.evaluation import classification_metrics
+from pfl_ext.metrics import classification_metrics
 
 
 def auc_by_pairs(score: torch.Tensor, positive: torch.Tensor) -> float:
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_named(logits, targets, message):
 
 
 def test_the_prediction_distance_is_the_l1_distance_of_probabilities_cut_at_one() -> None:
-    from pfl_ext.evaluation import prediction_distance
+    from pfl_ext.metrics import prediction_distance
 
     p = torch.tensor([[0.8, 0.2], [0.99, 0.01], [0.5, 0.5]], dtype=torch.float64)
     g = torch.tensor([[0.6, 0.4], [0.01, 0.99], [0.5, 0.5]], dtype=torch.float64)

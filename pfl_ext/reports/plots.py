@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pfl_ext.metrics import summarize
+
 from .results import ResultsFolder, Runs
-from .summary import best_rounds, summarize
+from .rounds import best_rounds
 from .tables import client_values, folders_of, models_of, scale_of
 
 if TYPE_CHECKING:

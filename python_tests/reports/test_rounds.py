@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.evaluation import best_rounds, rounds_to_converge, summarize
+from pfl_ext.metrics import summarize
+from pfl_ext.reports import best_rounds, rounds_to_converge
 
 accuracies = st.lists(st.one_of(st.floats(0, 1), st.just(math.nan)), max_size=45)
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from pfl_ext.cli import main
-from pfl_ext.evaluation import time_to_target
 from pfl_ext.federation import Clock, Timeline, Work
-from pfl_ext.runtime import Timed
+from pfl_ext.reports import time_to_target
+from pfl_ext.virtual_time import Timed
 
 COMMON = ["--data", "digits", "--partition", "dirichlet", "--clients", "4", "--rounds", "3", "--lr", "0.1", "--quiet"]
 
@@ -56,7 +56,7 @@ def test_a_run_is_timed_by_another_clock(results: Path) -> None:
 
 
 def test_the_table_has_both_protocols_and_means_over_seeds(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runtime", str(results), "--target", "0.05", "1.1", "--against", "ditto"]) == 0
+    assert main(["virtual-time", str(results), "--target", "0.05", "1.1", "--against", "ditto"]) == 0
     rows = {(row["run"], row["protocol"]): row for row in _table(capsys.readouterr().out)}
     assert list(rows) == [("ditto", "compute-and-wait"), ("ditto", "wait-free"), ("fedasync", "asynchronous")]
     waiting, free = rows["ditto", "compute-and-wait"], rows["ditto", "wait-free"]
@@ -72,7 +72,7 @@ def test_speedups_over_ratios_are_highest_where_both_take_equally_long(
     results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--clock", "constant", "--ratios", "0.02,0.5,50"]
-    assert main(["runtime", str(results / "ditto-seed0"), *arguments]) == 0
+    assert main(["virtual-time", str(results / "ditto-seed0"), *arguments]) == 0
     found = [float(row["all rounds"].rstrip("x")) for row in _table(capsys.readouterr().out)]
     assert len(found) == 3 and min(found[0], found[2]) >= 1 and found[1] > max(found[0], found[2])
 
@@ -80,7 +80,7 @@ def test_speedups_over_ratios_are_highest_where_both_take_equally_long(
 def test_a_picture_is_drawn_of_synchronous_and_asynchronous_runs(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("ditto-seed0", "fedasync-seed0"):
-        assert main(["runtime", str(results / name), "--picture", str(tmp_path / f"{name}.png")]) == 0
+        assert main(["virtual-time", str(results / name), "--picture", str(tmp_path / f"{name}.png")]) == 0
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
 
 
@@ -103,7 +103,7 @@ def test_spans_of_an_asynchronous_run_end_when_its_uploads_arrive(results: Path)
 def test_what_cannot_be_timed_is_refused(
     results: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["runtime", str(results / arguments[0]), *arguments[1:]]) == 1
+    assert main(["virtual-time", str(results / arguments[0]), *arguments[1:]]) == 1
     assert message in capsys.readouterr().err
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pfl_ext.evaluation import ResultsFolder, summarize
+from pfl_ext.metrics import summarize
+from pfl_ext.reports import ResultsFolder
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pfl_ext.evaluation import accuracy_curves, client_density, client_distribution, plots
+from pfl_ext.reports import accuracy_curves, client_density, client_distribution, plots
 
 PNG = b"\x89PNG"
 
@@ -111,7 +111,7 @@ def test_without_matplotlib_the_message_says_what_to_install(make_run, monkeypat
 
 
 def test_without_tensorboard_the_message_says_what_to_install(make_run, monkeypatch):
-    from pfl_ext.evaluation import tensorboard
+    from pfl_ext.reports import tensorboard
 
     real = builtins.__import__
 
@@ -126,7 +126,7 @@ def test_without_tensorboard_the_message_says_what_to_install(make_run, monkeypa
 
 
 def test_tensorboard_gets_a_scalar_a_column():
-    from pfl_ext.evaluation import TensorBoard
+    from pfl_ext.reports import TensorBoard
 
     class Writer(list):
         def add_scalar(self, *scalar):

@@ -1,4 +1,4 @@
-"""``pfl-ext runtime``: how long finished runs take on a virtual clock, under each protocol.
+"""``pfl-ext virtual-time``: how long finished runs take on a virtual clock, under each protocol.
 
 The models of a synchronous run depend on neither the protocol nor the clock, and its records say what every client
 trained and sent in each round. So one run is timed under compute-and-wait and under wait-free, by as many clocks as one
@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .evaluation import ResultsFolder, table, time_to_target, timeline
 from .experiment import Option, settings_options
 from .federation import PROTOCOLS, Clock, Settings, Span, Timeline, Work
+from .reports import ResultsFolder, table, time_to_target, timeline
 
 __all__ = ["Timed", "main"]
 
@@ -102,7 +102,7 @@ class Timed:
 def main(arguments: Sequence[str]) -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="pfl-ext runtime",
+        prog="pfl-ext virtual-time",
         description="Virtual time of finished runs to a target accuracy, under compute-and-wait and wait-free. "
         "Asynchronous runs and those that train until the new model arrives have one time: their own.",
         allow_abbrev=False,
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
             first = next(iter(runs.values()))[0]
             timeline({p: first.spans(p, parsed.rounds) for p in first.protocols()}, parsed.picture)
     except (ValueError, OSError, ImportError) as error:
-        print(f"pfl-ext runtime: {error}", file=sys.stderr)
+        print(f"pfl-ext virtual-time: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Accuracy, loss and AUC of one model on one set of samples."""
+"""Accuracy, loss and AUC of one model on one set of samples, and the distribution of such results over clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
-__all__ = ["classification_metrics", "mean_metrics", "prediction_distance"]
+__all__ = ["classification_metrics", "mean_metrics", "prediction_distance", "summarize"]
+
+_QUANTILES = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
 
 
 def prediction_distance(personal: Tensor, other: Tensor, multilabel: bool = False) -> float:
@@ -113,3 +115,61 @@ def _macro_auc(scores: np.ndarray, positives: np.ndarray) -> float:
             below, up_to = (np.searchsorted(ordered, found, side).sum() for side in ("left", "right"))
             areas.append((int(below + up_to) + p - p * (p + 1)) / (2 * pairs))
     return sum(areas) / len(areas) if areas else float("nan")
+
+
+def summarize(
+    values: Tensor | Sequence[float], weights: Tensor | Sequence[float] | None = None
+) -> dict[str, float | int]:
+    r"""The distribution of one result over the clients.
+
+    - ``mean``, and ``weighted_mean`` :math:`\sum_k w_k x_k / \sum_k w_k` (without weights the same);
+    - ``variance`` and ``std`` of the population: the clients are all there are, so the divisor is their number;
+    - ``min``, ``q05``, ``q25``, ``median``, ``q75``, ``q95``, ``max``: quantiles, linear between two clients;
+    - ``lowest5`` and ``top5``: the mean over the lowest and the highest 5 % of the clients, rounded up to whole ones;
+    - ``count`` clients that have a value, and ``missing``: the NaN ones (no test data), which are left out of the rest.
+
+    Args:
+        values: One a client.
+        weights: One a client, not negative, such as the number of test samples.
+
+    Returns:
+        A dictionary of floats, NaN where there is no client with a value; ``count`` and ``missing`` are integers.
+
+    Raises:
+        ValueError: not one-dimensional, as many weights as values, or a weight below zero.
+    """
+    x = _vector("values", values)
+    w = np.ones_like(x) if weights is None else _vector("weights", weights)
+    if w.shape != x.shape:
+        raise ValueError(f"summarize needs a weight for each of the {len(x)} values, got {len(w)}")
+    if not (w >= 0).all():
+        raise ValueError(f"weights must be 0 or more, got {w[~(w >= 0)][0]}")
+    present = ~np.isnan(x)
+    missing = int(len(x) - present.sum())
+    x, w = x[present], w[present]
+    if len(x) == 0:
+        names = ("mean", "weighted_mean", "std", "variance", *_QUANTILES, "lowest5", "top5")
+        return {**dict.fromkeys(names, float("nan")), "count": 0, "missing": missing}
+
+    ordered = np.sort(x)
+    tail = -(-len(x) // 20)  # 5 %, rounded up without the rounding of 0.05 * n
+    with np.errstate(invalid="ignore", divide="ignore"):  # infinite losses and weights of zero give inf or NaN
+        variance = float(x.var())
+        return {
+            "mean": float(x.mean()),
+            "weighted_mean": float((w * x).sum() / w.sum()),
+            "std": variance**0.5,
+            "variance": variance,
+            **dict(zip(_QUANTILES, np.quantile(ordered, list(_QUANTILES.values())).tolist(), strict=True)),
+            "lowest5": float(ordered[:tail].mean()),
+            "top5": float(ordered[-tail:].mean()),
+            "count": len(x),
+            "missing": missing,
+        }
+
+
+def _vector(name: str, values: Tensor | Sequence[float]) -> np.ndarray:
+    array = np.asarray(values.detach().cpu().double() if isinstance(values, Tensor) else values, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, one a client; got shape {list(array.shape)}")
+    return array

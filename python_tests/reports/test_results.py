@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.evaluation import ResultsError, ResultsFolder, summarize, versions
+from pfl_ext.metrics import summarize
+from pfl_ext.reports import ResultsError, ResultsFolder, versions
 
 SUMMARY = summarize([0.5, 0.75])
 
@@ -97,7 +98,7 @@ def test_a_damaged_line_in_the_middle_is_named(folder):
 
 WRITER = """
 import sys
-from pfl_ext.evaluation import ResultsFolder
+from pfl_ext.reports import ResultsFolder
 folder = ResultsFolder.create(sys.argv[1])
 print("writes", flush=True)
 for r in range(10**9):

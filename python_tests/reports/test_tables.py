@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pfl_ext.evaluation import Spread, comparison, per_user, summarize, table, tails, transpose
+from pfl_ext.metrics import summarize
+from pfl_ext.reports import Spread, comparison, per_user, table, tails, transpose
 
 NASTY = "a|b\\c `d` *e* _f_ [g](h) <i> ~j~ $k$ &amp; #l %m {n} ^o"
 text = st.text(st.sampled_from(list("ab01 |\\`*_[]()<>~$&#%{}^\"',;\n\t±é-")), max_size=12)

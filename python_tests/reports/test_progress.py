@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pfl_ext.evaluation import Progress
+from pfl_ext.reports import Progress
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from .results import ResultsFolder, Runs
-from .summary import best_rounds, rounds_to_converge
+from .rounds import best_rounds, rounds_to_converge
 
 __all__ = ["Spread", "Style", "comparison", "per_user", "table", "tails", "transpose"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.evaluation import Surface, draw_landscapes, filter_direction, loss_surface
 from pfl_ext.federation import WorkingModel
+from pfl_ext.reports import Surface, draw_landscapes, filter_direction, loss_surface
 
 
 def _model() -> WorkingModel:
@@ -76,7 +76,7 @@ def test_a_grid_that_misses_the_model_is_refused(options: dict[str, float], mess
 
 def test_a_diverged_corner_does_not_flatten_the_picture(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("matplotlib")
-    from pfl_ext.evaluation import landscape
+    from pfl_ext.reports import landscape
 
     saved = []
     save = landscape._save

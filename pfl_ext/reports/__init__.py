@@ -1,13 +1,12 @@
-"""Metrics, their distribution over clients and rounds, results folders, tables, plots and the progress display."""
+"""What becomes of a run: its results folder, tables, plots, loss landscapes, the progress display."""
 
-from .events import TensorBoard, tensorboard
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
-from .metrics import classification_metrics, mean_metrics, prediction_distance
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
 from .results import ResultsError, ResultsFolder, Runs, versions
-from .summary import best_rounds, rounds_to_converge, summarize, time_to_target
+from .rounds import best_rounds, rounds_to_converge, time_to_target
 from .tables import Spread, comparison, per_user, table, tails, transpose
+from .tensorboard import TensorBoard, tensorboard
 
 __all__ = [
     "Progress",
@@ -19,19 +18,15 @@ __all__ = [
     "TensorBoard",
     "accuracy_curves",
     "best_rounds",
-    "classification_metrics",
     "client_density",
     "client_distribution",
     "comparison",
     "draw_landscapes",
     "filter_direction",
     "loss_surface",
-    "mean_metrics",
     "option_curves",
     "per_user",
-    "prediction_distance",
     "rounds_to_converge",
-    "summarize",
     "table",
     "tails",
     "tensorboard",
