@@ -16,6 +16,7 @@ import torch
 from .algorithms import METHODS
 from .comparison import Comparison, folder_name, method_of, points, variant
 from .data import PARTITIONERS, Dataset, Partition
+from .engines import EngineOptions, InProcess
 from .experiment import (
     DATA_OPTIONS,
     Experiment,
@@ -26,7 +27,7 @@ from .experiment import (
     partition_options,
     settings_options,
 )
-from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method, stream
+from .federation import DamagedCheckpoint, Diverged, ForeignCheckpoint, Interrupted, Method, Task, stream
 from .nn import NETWORKS
 from .reports import (
     Progress,
@@ -41,6 +42,7 @@ from .reports import (
     loss_surface,
     option_curves,
     per_user,
+    recorded,
     table,
     tails,
     tensorboard,
@@ -283,16 +285,10 @@ def _one(
     label: str = "",
 ) -> Mapping[str, Any]:
     """One run of one method into one folder, with everything a results folder has."""
-    observers: list[Any] = []
-    federation = experiment.make(
-        dataset,
-        partition,
-        folder=folder,
-        resume=parsed.resume,
-        notify=lambda record: [observe(record) for observe in observers],
-    )
-    results = federation.results
-    assert results is not None
+    # A run that was killed early may have left less than a results folder.
+    begun = (folder / "metrics.jsonl").exists()
+    results = ResultsFolder.open(folder) if parsed.resume and begun else ResultsFolder.create(folder)
+    federation = experiment.make(dataset, partition, folder=folder, resume=parsed.resume)
     results.write_json("config.json", experiment.sections())
     results.write_json("versions.json", versions())
     partition.save(folder / "partition.safetensors")
@@ -301,16 +297,17 @@ def _one(
         Progress(rounds, label or experiment.method, start=federation.round, quiet=parsed.quiet) as progress,
         contextlib.ExitStack() as stack,
     ):
-        observers.append(lambda record: progress.update(min(record["round"], rounds), **_shown(record)))
-        if parsed.tensorboard:
-            board = tensorboard(results)
+        board = tensorboard(results) if parsed.tensorboard else None
+        if board is not None:
             stack.callback(board.close)
-            observers.append(board.append)
         stack.callback(results.write_csv)
-        last = federation.run()
+        for record in recorded(federation, results):
+            progress.update(min(record["round"], rounds), **_shown(record))
+            if board is not None:
+                board.append(record)
     if not parsed.no_plots:
         _draw({experiment.method: results}, folder, dataset, partition)
-    return last
+    return results.records()[-1]
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, float]:
@@ -654,15 +651,18 @@ def _surfaces(folder: Path, parsed: argparse.Namespace) -> dict[str, Surface]:
     experiment = Experiment.from_sections(sections)
     experiment = dataclasses.replace(
         experiment,
-        settings=dataclasses.replace(experiment.settings, workers=1, store="memory"),
+        settings=dataclasses.replace(experiment.settings, store="memory"),
+        engine=EngineOptions(),
         partition_file=folder / "partition.safetensors",
     )
     federation = experiment.make(*experiment.make_data(), extra_tests={})  # none of them is needed
     federation.read(folder)
     if not 0 <= parsed.client < federation.partition.clients:
         raise _Usage(f"--client {parsed.client}: the run has clients 0 to {federation.partition.clients - 1}")
-    turns = federation.turns()
-    client, models = turns.models(parsed.client, federation.round)
+    engine = federation.engine
+    assert isinstance(engine, InProcess)
+    client, received = engine.runtime.begin(Task(parsed.client, federation.round, "evaluate"))
+    models = engine.runtime.models(client, received)
     chosen = list(models) if parsed.models is None else parsed.models.split(",")
     for name in chosen:
         if name not in models:
@@ -675,7 +675,7 @@ def _surfaces(folder: Path, parsed: argparse.Namespace) -> dict[str, Surface]:
     indices = indices[order[: parsed.samples]]
     return {
         name: loss_surface(
-            turns.model,
+            engine.runtime.model,
             models[name],
             lambda: client.loss(indices),
             stream(parsed.seed, "landscape"),

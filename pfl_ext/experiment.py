@@ -15,6 +15,7 @@ from typing import Any
 from . import nn
 from .algorithms import METHODS
 from .data import PARTITIONERS, Dataset, Partition, load, load_test
+from .engines import EngineOptions, make_engine
 from .federation import Federation, Method, Settings, stream
 
 __all__ = [
@@ -120,8 +121,8 @@ def method_options(name: str) -> dict[str, Option]:
 
 
 def settings_options() -> dict[str, Option]:
-    """The options every federation has."""
-    return _of_dataclass(Settings)
+    """The options every federation has, and those of its engine."""
+    return _of_dataclass(Settings) | _of_dataclass(EngineOptions)
 
 
 def partition_options(name: str) -> dict[str, Option]:
@@ -207,6 +208,7 @@ class Experiment:
     network: str = "auto"
     network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
     @staticmethod
     def from_sections(sections: Mapping[str, Mapping[str, Any]]) -> Experiment:
@@ -230,6 +232,7 @@ class Experiment:
         file = partition.pop("file", None)
         source = _checked("data", data, DATA_OPTIONS)
         net = str(network.pop("name", default.network))
+        run, engine = _checked("federation", federation, settings_options()), _of_dataclass(EngineOptions)
         experiment = Experiment(
             method=name,
             method_options=_checked(f"the method {name}", method, method_options(name)),
@@ -241,7 +244,8 @@ class Experiment:
             partition_file=None if file is None else Path(file),
             network=net,
             network_options=_checked(f"the network {net}", network, network_options(net)),
-            settings=Settings(**_checked("federation", federation, settings_options())),
+            settings=Settings(**{name: value for name, value in run.items() if name not in engine}),
+            engine=EngineOptions(**{name: value for name, value in run.items() if name in engine}),
         )
         if experiment.clients < 1:
             raise ValueError(f"clients is {experiment.clients}; accepted is 1 or more")
@@ -265,7 +269,7 @@ class Experiment:
                     "name": self.network,
                     **_values(network_options(self.network), self.network_options),
                 },
-                "federation": dataclasses.asdict(self.settings),
+                "federation": dataclasses.asdict(self.settings) | dataclasses.asdict(self.engine),
                 "method": {"name": self.method, **dataclasses.asdict(self.make_method())},
             }
         )
@@ -336,6 +340,7 @@ class Experiment:
         """The federation, ready to run."""
         more.setdefault("auxiliary", self.make_auxiliary(dataset, partition))
         more.setdefault("extra_tests", self.make_extra_tests(dataset))
+        more.setdefault("engine", make_engine(self.engine))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
 
 

@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from .experiment import Option, settings_options
-from .federation import PROTOCOLS, Clock, Settings, Span, Timeline, Work
+from .federation import PROTOCOLS, Clock, Settings, Span, Timeline, Work, clock_of
 from .reports import ResultsFolder, table, time_to_target, timeline
 
 __all__ = ["Timed", "main"]
@@ -41,7 +41,8 @@ class Timed:
         own = {name: value for name, value in config["federation"].items() if name in (*_CLOCK, "seed")}
         if not any("work" in record for record in self.records):
             raise ValueError(f"{folder} says nothing of its clients' work: it was made by an earlier version")
-        self.clock = Settings(**(own | dict(changes))).make_clock(config["partition"]["clients"])
+        settings = Settings(**(own | dict(changes)))
+        self.clock = clock_of(settings, config["partition"]["clients"], settings.seed)
         # A run whose models depend on the clock has its times already.
         self.fixed = next((p for p in self.records[-1].get("clock", {}) if p not in PROTOCOLS[:2]), None)
         if self.fixed and changes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,18 +10,18 @@ import torch
 from torch import Tensor
 
 from pfl_ext.federation import (
+    Batch,
     Client,
     Method,
     Server,
+    Steps,
     Uploads,
     WorkingModel,
+    classification_loss,
     local_length,
-    loss_and_gradients,
+    mean_loss,
     option,
 )
-from pfl_ext.ops import proximal_sgd_step_
-
-from .fedavg import average
 
 __all__ = ["APFL"]
 
@@ -60,11 +59,11 @@ class APFL(Method):
         super().__post_init__()
         self.check("alpha", 0 <= self.alpha <= 1, "from 0 to 1")
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """v_k with the mixture's buffers, from the common initial weights, and alpha_k."""
         return {"local": model.state(), "alpha": torch.full((1,), self.alpha, dtype=torch.float64)}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Step the copy of the global model and the local one, each batch for both."""
         model = client.model
         mixture = WorkingModel(copy.deepcopy(model.module))
@@ -73,59 +72,48 @@ class APFL(Method):
         w: list[Tensor] = list(model.trained)
         v = [p.detach().clone() for p in mixture.trained]
         alpha = float(client["alpha"])
-        momenta = [[torch.empty_like(p) for p in v] if self.momentum != 0 else [] for _ in range(2)]
-        total, personal_total, steps = torch.zeros((), device=model.device), torch.zeros((), device=model.device), 0
+        steps_of_w, steps_of_v = Steps(client, self), Steps(client, self, params=v)
+        losses, personal_losses = [], []
         model.module.train()
         mixture.module.train()
         for batch in client.batches(self.batch_size, **local_length(self)):
-            loss, gradients = loss_and_gradients(model, batch)
-            if steps == 0 and self.adaptive:
+            loss, gradients = steps_of_w.gradients(batch)
+            if not losses and self.adaptive:
                 _mix(mixture, v, w, alpha)
-                along = loss_and_gradients(mixture, batch)[1]
+                along = _gradients(mixture, batch)[1]
                 slope = sum(float(torch.sum(g * (p - q.detach()))) for g, p, q in zip(along, v, w, strict=True))
                 alpha = min(max(alpha - self.lr * slope, 0.0), 1.0)
             _mix(mixture, v, w, alpha)
-            personal_loss, personal = loss_and_gradients(mixture, batch)
-            for params, grads, momentum in ((w, gradients, momenta[0]), (v, [alpha * g for g in personal], momenta[1])):
-                proximal_sgd_step_(
-                    params,
-                    grads,
-                    [],
-                    self.lr,
-                    0.0,
-                    self.momentum,
-                    self.weight_decay,
-                    momentum_buffers=momentum,
-                    first=steps == 0,
-                )
-            total += loss
-            personal_total += personal_loss
-            steps += 1
-        client.report["loss"] = float(total) / steps if steps else math.nan
-        client.report["personal_loss"] = float(personal_total) / steps if steps else math.nan
+            personal_loss, personal = _gradients(mixture, batch)
+            steps_of_w.step(gradients)
+            steps_of_v.step([alpha * g for g in personal])
+            losses.append(loss)
+            personal_losses.append(personal_loss)
+        client.report["loss"], client.report["personal_loss"] = mean_loss(losses), mean_loss(personal_losses)
         client.report["alpha"] = alpha
         client["alpha"] = torch.tensor([alpha], dtype=torch.float64)
         _mix(mixture, v, v, 1.0)
         client["local"] = mixture.state()
         return {"model": model.state()}
 
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """Those of v_k and w_k."""
-        return 2 * super().trained_parameters(model)
-
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """The clients' mean."""
-        server["model"] = average(uploads, equally=True)
+        server["model"] = uploads.average(equally=True)
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w, and its mixture with v_k once that is there."""
-        found = {"global": received["model"]}
-        if "local" in client:
-            parameters, alpha = slice(client.model.parameters), float(client["alpha"])
-            mixed = client["local"].clone()
-            mixed[parameters] = alpha * mixed[parameters] + (1 - alpha) * received["model"][parameters]
-            found["personal"] = mixed
-        return found
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mixture of w with v_k once that is there."""
+        if "local" not in client:
+            return {}
+        parameters, alpha = slice(client.model.parameters), float(client["alpha"])
+        mixed = client["local"].clone()
+        mixed[parameters] = alpha * mixed[parameters] + (1 - alpha) * received["model"][parameters]
+        return {"personal": mixed}
+
+
+def _gradients(mixture: WorkingModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a batch and its gradients in the mixture."""
+    loss = classification_loss(mixture(batch.inputs), batch.targets)
+    return loss.detach(), list(torch.autograd.grad(loss, mixture.trained, materialize_grads=True))
 
 
 @torch.no_grad()

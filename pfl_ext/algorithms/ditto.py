@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, WorkingModel, fine_tune, local_sgd, option
+from pfl_ext.federation import Client, Method, Server, Steps, Uploads, WorkingModel, option
 
-from .fedavg import average
+from .new_clients import NewClients
 
 __all__ = ["Ditto"]
 
 
 @dataclass(frozen=True)
-class Ditto(Method):
+class Ditto(NewClients, Method):
     r"""Ditto (Li et al., 2021), Algorithm 1: a personal model held near the global one.
 
     .. math::
@@ -31,53 +31,36 @@ class Ditto(Method):
 
     lam: float = option(1.0, "lambda, how strongly the personal model is held near the global one")
     personal_epochs: int = option(1, "passes over a client's data for the personal model in a round")
-    fine_tune_epochs: int = option(
-        0, "passes by which clients that never took part fine-tune the global model after the last round"
-    )
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
-        self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """v_k, from the common initial weights."""
         return {"personal": model.state()}
 
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """Those of two models."""
-        return 2 * super().trained_parameters(model)
-
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self)
+        client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
 
-    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """Train the personal model near the received one; it does not see what was sent."""
+        if client.stage == "finish":
+            return self.fine_tune_if_new(client, received["model"])
         client.model.load(client["personal"])
-        client.report["personal_loss"] = local_sgd(
-            client, self, anchor=received["model"], lam=self.lam, epochs=self.personal_epochs, batches="personal"
-        )
+        steps = Steps(client, self, anchor=received["model"], lam=self.lam)
+        client.report["personal_loss"] = steps.train(epochs=self.personal_epochs, batches="personal")
         client["personal"] = client.model.state()
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()
 
-    @property
-    def has_personal_stage(self) -> bool:
-        """Whether new clients fine-tune."""
-        return self.fine_tune_epochs > 0
-
-    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
-        """Fine-tune, where the client has no personal model yet."""
-        if "personal" not in client:
-            fine_tune(client, self, received["model"], self.fine_tune_epochs)
-
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w and v_k."""
-        return {"global": received["model"], "personal": client["personal"]}
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """v_k."""
+        return {"personal": client["personal"]}

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, local_sgd, option
+from pfl_ext.federation import Client, Method, Part, Server, Stage, Steps, Uploads, WorkingModel, option
 from pfl_ext.nn import adapter_parameters
 
-from .fedavg import average
-
-__all__ = ["FedAlt", "FedSim", "PartiallyPersonal", "personal_entries"]
+__all__ = ["FedAlt", "FedSim", "PartiallyPersonal", "personal_part"]
 
 _PARTS = ("input", "block-inputs", "output", "adapter")
 
 
-def personal_entries(model: WorkingModel, part: str) -> Tensor:
-    """Which numbers of a state are personal.
+def personal_part(model: WorkingModel, part: str) -> Part:
+    """The part of a model that is personal.
 
     ``input`` is the first layer and ``output`` the last one. ``adapter`` is what PerAda trains: adapters, normalisation
     and head. ``block-inputs`` are all convolutions called conv1, the stem's and the first of every block: PerAda's
@@ -26,14 +24,14 @@ def personal_entries(model: WorkingModel, part: str) -> Tensor:
     module.
     """
     if part == "input":
-        return model.entries(model.names[0].rpartition(".")[0])
+        return model.part(model.names[0].rpartition(".")[0])
     if part == "output":
-        return model.entries(model.last_layer())
+        return model.part("")
     if part == "adapter":
-        return model.entries(*{name.rpartition(".")[0] for name in adapter_parameters(model.module)})
+        return model.part(*sorted({name.rpartition(".")[0] for name in adapter_parameters(model.module)}))
     if part == "block-inputs":
-        return model.entries(*(n for n, _ in model.module.named_modules() if n.rpartition(".")[2] == "conv1"))
-    return model.entries(part)
+        return model.part(*(n for n, _ in model.module.named_modules() if n.rpartition(".")[2] == "conv1"))
+    return model.part(part)
 
 
 @dataclass(frozen=True)
@@ -42,40 +40,33 @@ class PartiallyPersonal(Method):
 
     personal: str = option("output", f"the part that stays with the client: {', '.join(_PARTS)}, or a module's name")
 
-    def _parts(self, model: WorkingModel) -> tuple[Tensor, Tensor]:
-        """The entries of the personal part v and of the shared part u; what never changes is in neither."""
-        personal = personal_entries(model, self.personal)
-        return personal & model.changing, ~personal & model.changing
-
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """u."""
-        return {"shared": model.read(self._parts(model)[1])}
+        server["shared"] = (~personal_part(server.model, self.personal)).read()
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """v_k, from the common initial weights."""
-        return {"personal": model.read(self._parts(model)[0])}
+        return {"personal": personal_part(model, self.personal).read()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """u."""
-        return ("shared",)
+        return {"shared": server["shared"]}
 
-    def _joined(self, client: Client, received: Mapping[str, Tensor]) -> Tensor:
-        """(u, v_k) as one state."""
-        v, u = self._parts(client.model)
-        return client.model.whole((u, received["shared"]), (v, client["personal"]))
+    def load(self, client: Client, received: Mapping[str, Tensor]) -> Part:
+        """Make the working model (u, v_k); returns the part v."""
+        v = personal_part(client.model, self.personal)
+        v.write(client["personal"])
+        (~v).write(received["shared"])
+        return v
 
-    def _kept_and_sent(self, client: Client) -> dict[str, Tensor]:
-        v, u = self._parts(client.model)
-        client["personal"] = client.model.read(v)
-        return {"shared": client.model.read(u)}
-
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the shared parts, weighted by samples."""
-        server["shared"] = average(uploads, "shared")
+        server["shared"] = uploads.average("shared")
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(u, v_k)."""
-        return {"personal": self._joined(client, received)}
+        v = personal_part(client.model, self.personal)
+        return {"personal": client.model.whole((~v, received["shared"]), (v, client["personal"]))}
 
 
 @dataclass(frozen=True)
@@ -98,16 +89,14 @@ class FedAlt(PartiallyPersonal):
         super().__post_init__()
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """v_k, then u_k."""
-        model = client.model
-        model.load(self._joined(client, received))
-        v, u = self._parts(model)
-        client.report["personal_loss"] = local_sgd(
-            client, self, only=model.parameters_in(v), epochs=self.personal_epochs, batches="personal"
-        )
-        client.report["loss"] = local_sgd(client, self, only=model.parameters_in(u))
-        return self._kept_and_sent(client)
+        v = self.load(client, received)
+        steps = Steps(client, self, params=v.parameters)
+        client.report["personal_loss"] = steps.train(epochs=self.personal_epochs, batches="personal")
+        client.report["loss"] = Steps(client, self, params=(~v).parameters).train()
+        client["personal"] = v.read()
+        return {"shared": (~v).read()}
 
 
 @dataclass(frozen=True)
@@ -122,8 +111,9 @@ class FedSim(PartiallyPersonal):
     name = "fedsim"
     private = True
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """v_k and u_k together."""
-        client.model.load(self._joined(client, received))
-        client.report["loss"] = local_sgd(client, self)
-        return self._kept_and_sent(client)
+        v = self.load(client, received)
+        client.report["loss"] = Steps(client, self).train()
+        client["personal"] = v.read()
+        return {"shared": (~v).read()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pfl_ext.federation import Client, Uploads, local_sgd, option
+from pfl_ext.federation import Client, Server, Steps, Uploads, option
 
 from .ditto import Ditto
 
@@ -44,14 +44,15 @@ class FedAsync(Ditto):
         for name in ("a", "b", "rho"):
             self.check(name, getattr(self, name) >= 0, "not negative")
 
-    def buffer_size(self) -> int:
+    @property
+    def buffer(self) -> int:
         """Each upload changes the model."""
         return 1
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model, held near it."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self, anchor=received["model"], lam=self.rho)
+        client.report["loss"] = Steps(client, self, anchor=received["model"], lam=self.rho).train()
         return {"model": client.model.state()}
 
     def weight(self, staleness: int) -> float:
@@ -62,7 +63,7 @@ class FedAsync(Ditto):
             return float((staleness + 1) ** -self.a)
         return 1.0 if staleness <= self.b else 1 / (self.a * (staleness - self.b) + 1)
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Mix what has arrived into the model."""
-        for model, staleness in zip(uploads["model"], uploads.staleness, strict=True):
+        for model, staleness in zip(uploads.each("model"), uploads.staleness, strict=True):
             server["model"] = torch.lerp(server["model"], model, self.alpha * self.weight(staleness))

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, WorkingModel, fine_tune, local_sgd, option
-from pfl_ext.ops import weighted_average
+from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, fine_tune, option
 
-__all__ = ["FedAvg", "FedAvgFT", "Standalone", "average"]
-
-
-def average(uploads: Uploads, name: str = "model", *, equally: bool = False) -> Tensor:
-    r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their plain mean."""
-    weights = [1] * len(uploads) if equally else uploads.samples
-    pieces = [weighted_average([[part] for part in parts], weights)[0] for parts in uploads.pieces(name)]
-    return torch.cat(pieces)
+__all__ = ["FedAvg", "FedAvgFT", "Standalone"]
 
 
 @dataclass(frozen=True)
@@ -33,15 +24,15 @@ class FedAvg(Method):
     name = "fedavg"
     private = True
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self)
+        client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()
 
 
 @dataclass(frozen=True)
@@ -53,18 +44,22 @@ class FedAvgFT(FedAvg):
 
     fine_tune_epochs: int = option(5, "passes over a client's data after the last round")
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """After the last round."""
+        return ("finish",)
+
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """The fine-tuned model."""
         return {"personal": model.state()}
 
-    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """Fine-tune."""
         fine_tune(client, self, received["model"], self.fine_tune_epochs)
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The global model, and the fine-tuned one once it is there."""
-        found = {"global": received["model"]}
-        return found | {"personal": client["personal"]} if "personal" in client else found
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fine-tuned model once it is there."""
+        return {"personal": client["personal"]} if "personal" in client else {}
 
 
 @dataclass(frozen=True)
@@ -74,28 +69,27 @@ class Standalone(Method):
     name = "standalone"
     private = True
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """Nothing: there is no server."""
-        return {}
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """The client's model, from the common initial weights."""
         return {"personal": model.state()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """Nothing."""
-        return ()
+        return {}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Go on training."""
         client.model.load(client["personal"])
-        client.report["loss"] = local_sgd(client, self)
+        client.report["loss"] = Steps(client, self).train()
         client["personal"] = client.model.state()
         return {}
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Nothing."""
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The client's model."""
         return {"personal": client["personal"]}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Steps, Uploads, option
 
 __all__ = ["FedAvgM"]
 
@@ -35,20 +34,21 @@ class FedAvgM(Method):
         super().__post_init__()
         self.check("server_momentum", 0 <= self.server_momentum < 1, "from 0 to below 1")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """w, and v for its parameters."""
-        return {"model": model.state(), "velocity": model.state()[: model.parameters].zero_()}
+        super().set_up(server)
+        server["velocity"] = torch.zeros_like(server["model"][: server.model.parameters])
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self)
+        client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Step by the velocity."""
         carried = self.server_momentum * server["velocity"]
-        mean, parameters = average(uploads), slice(len(carried))
+        mean, parameters = uploads.average(), slice(len(carried))
         server["velocity"] = carried + (server["model"] - mean)[parameters]
         mean[parameters] -= carried  # w - v, where w - (w - mean) would not be the mean to the last bit
         server["model"] = mean

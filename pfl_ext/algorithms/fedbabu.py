@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, joined, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 
 __all__ = ["FedBABU"]
 
@@ -38,44 +36,51 @@ class FedBABU(Method):
         super().__post_init__()
         self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
-        """The body."""
-        return {"body": model.state()[~model.head(self.head)]}
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """After the last round."""
+        return ("finish",)
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
+        """The body, and h, which is not sent."""
+        head = server.model.part(self.head)
+        server["body"], server["head"] = (~head).read(), head.read()
+
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """h, which no client ever sets, and the fine-tuned model."""
-        return {"head": model.state()[model.head(self.head)], "personal": model.state()}
+        return {"head": model.part(self.head).read(), "personal": model.state()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """The body."""
-        return ("body",)
+        return {"body": server["body"]}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the body alone."""
-        model, head = client.model, client.model.head(self.head)
-        model.load(joined(head, client["head"], received["body"]))
-        client.report["loss"] = local_sgd(client, self, only=model.parameters_in(~head))
-        return {"body": model.state()[~head]}
+        head = client.model.part(self.head)
+        head.write(client["head"])
+        (~head).write(received["body"])
+        client.report["loss"] = Steps(client, self, params=(~head).parameters).train()
+        return {"body": (~head).read()}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the bodies, weighted by samples."""
-        server["body"] = average(uploads, "body")
+        server["body"] = uploads.average("body")
 
-    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """Fine-tune."""
-        model, head = client.model, client.model.head(self.head)
-        model.load(joined(head, client["head"], received["body"]))
-        only = None if self.fine_tune == "full" else model.parameters_in(head if self.fine_tune == "head" else ~head)
-        client.report["fine_tune_loss"] = local_sgd(
-            client, self, only=only, epochs=self.fine_tune_epochs, batches="fine-tune"
-        )
-        client["personal"] = model.state()
+        head = client.model.part(self.head)
+        head.write(client["head"])
+        (~head).write(received["body"])
+        params = {"full": None, "head": head.parameters, "body": (~head).parameters}[self.fine_tune]
+        steps = Steps(client, self, params=params)
+        client.report["fine_tune_loss"] = steps.train(epochs=self.fine_tune_epochs, batches="fine-tune")
+        client["personal"] = client.model.state()
 
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """Those of the body."""
-        return sum(p.numel() for p in model.parameters_in(~model.head(self.head)))
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fine-tuned model once it is there."""
+        return {"personal": client["personal"]} if "personal" in client else {}
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The body under h, and the fine-tuned model once it is there."""
-        found = {"global": joined(client.model.head(self.head), client["head"], received["body"])}
-        return found | {"personal": client["personal"]} if "personal" in client else found
+    def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor:
+        """The body under h."""
+        head = model.part(self.head)
+        return model.whole((~head, server["body"]), (head, server["head"]))

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, joined, local_sgd
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Part, Server, Stage, Steps, Uploads, WorkingModel
 
 __all__ = ["FedBN"]
 
 
-def _norms(model: WorkingModel) -> Tensor:
-    """Which numbers of a state are of batch normalisation. By type: `downsample.1` is one, whatever it is called."""
+def _norms(model: WorkingModel) -> Part:
+    """Batch normalisation. By type: `downsample.1` is one, whatever it is called."""
     if not model.has_batch_norm:
         raise ValueError("FedBN keeps batch normalisation with the clients, and this network has none: use fedavg")
-    return model.entries(nn.modules.batchnorm._BatchNorm)
+    return model.part(nn.modules.batchnorm._BatchNorm)
 
 
 @dataclass(frozen=True)
@@ -34,31 +32,32 @@ class FedBN(Method):
 
     name = "fedbn"
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """w."""
-        return {"shared": model.state()[~_norms(model)]}
+        server["shared"] = (~_norms(server.model)).read()
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """b_k, from the common initial weights."""
-        return {"norms": model.state()[_norms(model)]}
+        return {"norms": _norms(model).read()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """w."""
-        return ("shared",)
+        return {"shared": server["shared"]}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train both parts together, keep one, send the other."""
         norms = _norms(client.model)
-        client.model.load(joined(norms, client["norms"], received["shared"]))
-        client.report["loss"] = local_sgd(client, self)
-        state = client.model.state()
-        client["norms"] = state[norms]
-        return {"shared": state[~norms]}
+        norms.write(client["norms"])
+        (~norms).write(received["shared"])
+        client.report["loss"] = Steps(client, self).train()
+        client["norms"] = norms.read()
+        return {"shared": (~norms).read()}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""
-        server["shared"] = average(uploads, "shared")
+        server["shared"] = uploads.average("shared")
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(w, b_k)."""
-        return {"personal": joined(_norms(client.model), client["norms"], received["shared"])}
+        norms = _norms(client.model)
+        return {"personal": client.model.whole((~norms, received["shared"]), (norms, client["norms"]))}

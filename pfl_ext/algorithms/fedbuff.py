@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from pfl_ext.federation import Client, Uploads, local_sgd, option
-from pfl_ext.ops import weighted_average
+from pfl_ext.federation import Client, Server, Steps, Uploads, option
 
 from .ditto import Ditto
 
@@ -40,21 +38,13 @@ class FedBuff(Ditto):
         self.check("buffer", self.buffer >= 1, "of 1 or more")
         self.check("server_lr", self.server_lr > 0, "above 0")
 
-    def buffer_size(self) -> int:
-        """K."""
-        return self.buffer
-
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model; its difference to it is sent."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self)
+        client.report["loss"] = Steps(client, self).train()
         return {"difference": client.model.state() - received["model"]}
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """A step along the mean of the differences, each the shorter the older it is."""
         weights = [self.server_lr / len(uploads) / (1 + age) ** 0.5 for age in uploads.staleness]
-        steps = [
-            weighted_average([[part] for part in parts], weights, normalize=False)[0]
-            for parts in uploads.pieces("difference")
-        ]
-        server["model"] = server["model"] + torch.cat(steps)
+        server["model"] = server["model"] + uploads.sum("difference", weights)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Server, Uploads, local_sgd
+from pfl_ext.federation import Client, Server, Steps, Uploads
 
-from .fedavg import average
 from .server_distillation import DistillingMethod, distil
 
 __all__ = ["FedDF"]
@@ -32,12 +31,12 @@ class FedDF(DistillingMethod):
     name = "feddf"
     private = True
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self)
+        client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples; distil."""
-        server["model"] = distil(server, self, average(uploads), lambda: iter(uploads["model"]))
+        server["model"] = distil(server, self, uploads.average(), lambda: uploads.each("model"))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Steps, Uploads, WorkingModel, option
 
 __all__ = ["FedDyn"]
 
@@ -41,28 +40,29 @@ class FedDyn(Method):
         super().__post_init__()
         self.check("alpha", self.alpha > 0, "above 0 (without a regulariser use fedavg)")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """theta, and h for its parameters."""
-        return {"model": model.state(), "h": model.state()[: model.parameters].zero_()}
+        super().set_up(server)
+        server["h"] = torch.zeros_like(server["model"][: server.model.parameters])
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """g_k."""
         return {"gradient": model.state()[: model.parameters].zero_()}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model against the regulariser, and bring the gradient up to date."""
         model, theta, gradient = client.model, received["model"], client["gradient"]
         anchor = theta.clone()
         anchor[: model.parameters] += gradient / self.alpha
         model.load(theta)
-        client.report["loss"] = local_sgd(client, self, anchor=anchor, lam=self.alpha)
+        client.report["loss"] = Steps(client, self, anchor=anchor, lam=self.alpha).train()
         state = model.state()
         client["gradient"] = gradient - self.alpha * (state - theta)[: model.parameters]
         return {"model": state}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, and take away h."""
-        mean, parameters = average(uploads, equally=True), slice(len(server["h"]))
+        mean, parameters = uploads.average(equally=True), slice(len(server["h"]))
         share = len(uploads) / server.clients
         server["h"] = server["h"] - self.alpha * share * (mean - server["model"])[parameters]
         mean[parameters] -= server["h"] / self.alpha

@@ -15,14 +15,13 @@ from pfl_ext.federation import (
     Client,
     Method,
     Server,
+    Stage,
+    Steps,
     Uploads,
     WorkingModel,
     classification_loss,
-    local_sgd,
     option,
 )
-
-from .fedavg import average
 
 __all__ = ["FedGen"]
 
@@ -101,25 +100,20 @@ class FedGen(Method):
 
     # ---- the algorithm -----------------------------------------------------------------------------------------------
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
-        """theta, and the sum of the clients' label counts."""
-        return {"model": model.state(), "counts": model.state().new_zeros(self._sizes(model)[1])}
-
-    def prepare_server(self, server: Server) -> None:
-        """The generator's first weights."""
+    def set_up(self, server: Server) -> None:
+        """theta, the sum of the clients' label counts, and the generator's first weights."""
+        super().set_up(server)
+        server["counts"] = server["model"].new_zeros(self._sizes(server.model)[1])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**62, (), generator=server.stream("generator"))))
             server["generator"] = self._generator(server.model).state()
 
-    def received(self) -> tuple[str, ...]:
-        """All."""
-        return ("model", "generator", "counts")
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
+        """All; for an evaluation theta alone."""
+        names = ("model", "generator", "counts") if stage == "train" else ("model",)
+        return {name: server[name] for name in names}
 
-    def received_last(self) -> tuple[str, ...]:
-        """Theta is evaluated."""
-        return ("model",)
-
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model on the client's data and on what the generator makes."""
         model, counts = client.model, received["counts"]
         seen = torch.zeros_like(counts)
@@ -139,17 +133,17 @@ class FedGen(Method):
                 z = generator(given)
             return objective + self.lam * F.cross_entropy(head(z), labels)
 
-        client.report["loss"] = local_sgd(client, self, loss=loss)
+        client.report["loss"] = Steps(client, self).train(loss)
         return {"model": model.state(), "counts": seen}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """The clients' mean; then the generator, from what their predictors say."""
-        server["model"] = average(uploads, equally=True)
-        server["counts"] = torch.stack(uploads["counts"]).sum(0)
+        server["model"] = uploads.average(equally=True)
+        server["counts"] = torch.stack(uploads.each("counts")).sum(0)
         if self.lam == 0 or not server["counts"].any():
             return
         head, heads = self._head(server.model), []
-        for state in uploads["model"]:
+        for state in uploads.each("model"):
             server.model.load(state)
             heads.append({name: tensor.detach().clone() for name, tensor in head.state_dict().items()})
         generator = self._generator(server.model)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, joined, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 
 __all__ = ["FedPer"]
 
@@ -28,33 +26,34 @@ class FedPer(Method):
 
     name = "fedper"
 
-    head: str = option("", "module whose parameters stay with the client; empty: the last layer")
+    head: str = option("", "module that stays with the client, or several with commas; empty: the last layer")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """B."""
-        return {"base": model.state()[~model.head(self.head)]}
+        server["base"] = (~server.model.part(self.head)).read()
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """P_k, from the common initial weights."""
-        return {"head": model.state()[model.head(self.head)]}
+        return {"head": model.part(self.head).read()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """B."""
-        return ("base",)
+        return {"base": server["base"]}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train both parts together, keep one, send the other."""
-        head = client.model.head(self.head)
-        client.model.load(joined(head, client["head"], received["base"]))
-        client.report["loss"] = local_sgd(client, self)
-        state = client.model.state()
-        client["head"] = state[head]
-        return {"base": state[~head]}
+        head = client.model.part(self.head)
+        head.write(client["head"])
+        (~head).write(received["base"])
+        client.report["loss"] = Steps(client, self).train()
+        client["head"] = head.read()
+        return {"base": (~head).read()}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the bases, weighted by samples."""
-        server["base"] = average(uploads, "base")
+        server["base"] = uploads.average("base")
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(B, P_k)."""
-        return {"personal": joined(client.model.head(self.head), client["head"], received["base"])}
+        head = client.model.part(self.head)
+        return {"personal": client.model.whole((~head, received["base"]), (head, client["head"]))}

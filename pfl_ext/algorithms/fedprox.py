@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Steps, Uploads, option
 
 __all__ = ["FedProx"]
 
@@ -33,12 +31,12 @@ class FedProx(Method):
         super().__post_init__()
         self.check("mu", self.mu >= 0, "not negative")
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model, held near it."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self, anchor=received["model"], lam=self.mu)
+        client.report["loss"] = Steps(client, self, anchor=received["model"], lam=self.mu).train()
         return {"model": client.model.state()}
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()

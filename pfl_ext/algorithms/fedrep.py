@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, WorkingModel, joined, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 
 __all__ = ["FedRep"]
 
@@ -36,34 +34,34 @@ class FedRep(Method):
         super().__post_init__()
         self.check("head_epochs", self.head_epochs >= 0, "not negative")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """The representation."""
-        return {"representation": model.state()[~model.head(self.head)]}
+        server["representation"] = (~server.model.part(self.head)).read()
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """The head, from the common initial weights."""
-        return {"head": model.state()[model.head(self.head)]}
+        return {"head": model.part(self.head).read()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """The representation."""
-        return ("representation",)
+        return {"representation": server["representation"]}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The head under the received representation, then the representation under the new head."""
-        model, head = client.model, client.model.head(self.head)
-        model.load(joined(head, client["head"], received["representation"]))
-        client.report["head_loss"] = local_sgd(
-            client, self, only=model.parameters_in(head), epochs=self.head_epochs, batches="head"
-        )
-        client.report["loss"] = local_sgd(client, self, only=model.parameters_in(~head))
-        state = model.state()
-        client["head"] = state[head]
-        return {"representation": state[~head]}
+        head = client.model.part(self.head)
+        head.write(client["head"])
+        (~head).write(received["representation"])
+        steps = Steps(client, self, params=head.parameters)
+        client.report["head_loss"] = steps.train(epochs=self.head_epochs, batches="head")
+        client.report["loss"] = Steps(client, self, params=(~head).parameters).train()
+        client["head"] = head.read()
+        return {"representation": (~head).read()}
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the representations, weighted by samples."""
-        server["representation"] = average(uploads, "representation")
+        server["representation"] = uploads.average("representation")
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The client's head on the common representation."""
-        return {"personal": joined(client.model.head(self.head), client["head"], received["representation"])}
+        head = client.model.part(self.head)
+        return {"personal": client.model.whole((~head, received["representation"]), (head, client["head"]))}

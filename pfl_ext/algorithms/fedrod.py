@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pfl_ext.federation import (
     Batch,
     Client,
     Method,
+    Server,
+    Steps,
     Uploads,
     WorkingModel,
     classification_loss,
-    fine_tune,
-    local_sgd,
     option,
 )
 
-from .fedavg import average
+from .new_clients import NewClients
 
 __all__ = ["FedRoD"]
 
 
 @dataclass(frozen=True)
-class FedRoD(Method):
+class FedRoD(NewClients, Method):
     r"""FedRoD (Chen and Chao, 2022), with the linear personal head.
 
     With the features :math:`z` of a body :math:`\theta`, a generic linear head :math:`\psi`, a personal one
@@ -52,9 +53,6 @@ class FedRoD(Method):
     head: str = option("", "module that is the generic head, a linear layer; empty: the last layer")
     gamma: float = option(1.0, "exponent of the class counts in the balanced softmax; 0: plain cross-entropy")
     personal_epochs: int = option(1, "passes over a client's data for the personal head in a round")
-    fine_tune_epochs: int = option(
-        0, "passes by which clients that never took part fine-tune the generic model after the last round"
-    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -62,21 +60,12 @@ class FedRoD(Method):
         self.check("gamma", self.gamma >= 0, "not negative")
         self.check("weight_decay", self.weight_decay == 0, "0: the sum of two heads is trained, it would decay both")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
-        self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
-    def _head(self, model: WorkingModel) -> Tensor:
-        return model.head(self.head)
-
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """phi_k, zero at first, and the personal model."""
-        state = model.state()
-        return {"head": state[self._head(model)].zero_(), "personal": state}
+        return {"head": torch.zeros_like(model.part(self.head).read()), "personal": model.state()}
 
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """The model's, and those of the personal head."""
-        return super().trained_parameters(model) + int(self._head(model).sum())
-
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Body and generic head, by the balanced softmax."""
         offset = (client.label_counts().to(client.model.dtype) ** self.gamma).log()
 
@@ -84,35 +73,26 @@ class FedRoD(Method):
             return classification_loss(logits + offset, batch.targets)
 
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self, loss=balanced)
+        client.report["loss"] = Steps(client, self).train(balanced)
         return {"model": client.model.state()}
 
-    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """The personal head, on the body and the generic head that were sent."""
-        model, head, state = client.model, self._head(client.model), sent["model"].clone()
-        generic = state[head]
-        state[head] = generic + client["head"]
-        model.load(state)
-        client.report["personal_loss"] = local_sgd(
-            client, self, only=model.parameters_in(head), epochs=self.personal_epochs, batches="personal"
-        )
-        state[head] = model.state()[head]
-        client["head"], client["personal"] = state[head] - generic, state
+        if client.stage == "finish":
+            return self.fine_tune_if_new(client, received["model"])
+        model, head = client.model, client.model.part(self.head)
+        generic = head.of(sent["model"])
+        model.load(sent["model"])
+        head.write(generic + client["head"])
+        steps = Steps(client, self, params=head.parameters)
+        client.report["personal_loss"] = steps.train(epochs=self.personal_epochs, batches="personal")
+        body = (~head).of(sent["model"])
+        client["head"], client["personal"] = head.read() - generic, model.whole((~head, body), (head, head.read()))
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()
 
-    @property
-    def has_personal_stage(self) -> bool:
-        """Whether new clients fine-tune."""
-        return self.fine_tune_epochs > 0
-
-    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
-        """Fine-tune, where the client has no personal model yet."""
-        if "personal" not in client:
-            fine_tune(client, self, received["model"], self.fine_tune_epochs)
-
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The generic and the personal model."""
-        return {"global": received["model"], "personal": client["personal"]}
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The personal model."""
+        return {"personal": client["personal"]}

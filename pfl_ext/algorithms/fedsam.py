@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Uploads, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Steps, Uploads, option, sam
 
 __all__ = ["FedSAM"]
 
@@ -32,12 +30,12 @@ class FedSAM(Method):
         super().__post_init__()
         self.check("rho", self.rho >= 0, "not negative")
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train a copy of the global model, sharpness-aware."""
         client.model.load(received["model"])
-        client.report["loss"] = local_sgd(client, self, rho=self.rho)
+        client.report["loss"] = Steps(client, self, perturb=sam(self.rho)).train()
         return {"model": client.model.state()}
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()

@@ -8,8 +8,7 @@ from typing import cast
 
 from torch import Tensor
 
-from pfl_ext.federation import WorkingModel, option
-from pfl_ext.federation.method import Options
+from pfl_ext.federation import Options, WorkingModel, option
 from pfl_ext.federation.model import Each, Layers
 from pfl_ext.ops import lwsam_perturb_, personalization_scores
 from pfl_ext.ops.sharpness import Norm

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, joined, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 
 __all__ = ["LGFedAvg"]
 
@@ -30,33 +28,34 @@ class LGFedAvg(Method):
 
     name = "lg-fedavg"
 
-    head: str = option("", "module whose parameters are shared; empty: the last layer")
+    head: str = option("", "module whose parameters are shared, or several with commas; empty: the last layer")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """g."""
-        return {"head": model.state()[model.head(self.head)]}
+        server["head"] = server.model.part(self.head).read()
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """l_k, from the common initial weights."""
-        return {"representation": model.state()[~model.head(self.head)]}
+        return {"representation": (~model.part(self.head)).read()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """g."""
-        return ("head",)
+        return {"head": server["head"]}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train both parts together, keep one, send the other."""
-        head = client.model.head(self.head)
-        client.model.load(joined(head, received["head"], client["representation"]))
-        client.report["loss"] = local_sgd(client, self)
-        state = client.model.state()
-        client["representation"] = state[~head]
-        return {"head": state[head]}
+        head = client.model.part(self.head)
+        head.write(received["head"])
+        (~head).write(client["representation"])
+        client.report["loss"] = Steps(client, self).train()
+        client["representation"] = (~head).read()
+        return {"head": head.read()}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the heads, weighted by samples."""
-        server["head"] = average(uploads, "head")
+        server["head"] = uploads.average("head")
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(l_k, g)."""
-        return {"personal": joined(client.model.head(self.head), received["head"], client["representation"])}
+        head = client.model.part(self.head)
+        return {"personal": client.model.whole((~head, client["representation"]), (head, received["head"]))}

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, local_sgd, option
-
-from .fedavg import average
+from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 
 __all__ = ["MTL"]
 
@@ -42,31 +40,31 @@ class MTL(Method):
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
         """The mean."""
-        return {"mean": model.state()}
+        server["mean"] = server.model.state()
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """v_k, from the common initial weights."""
         return {"personal": model.state()}
 
-    def received(self) -> tuple[str, ...]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """The mean."""
-        return ("mean",)
+        return {"mean": server["mean"]}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Go on training, drawn to the mean."""
         before = client["personal"]
         client.model.load(before)
-        client.report["loss"] = local_sgd(client, self, anchor=received["mean"], lam=self.lam)
+        client.report["loss"] = Steps(client, self, anchor=received["mean"], lam=self.lam).train()
         client["personal"] = client.model.state()
         return {"mean": received["mean"] + (client["personal"] - before)}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Move the mean by the changes of all m models, of which those of clients not selected are zero."""
-        change = average(uploads, "mean", equally=True) - server["mean"]
+        change = uploads.average("mean", equally=True) - server["mean"]
         server["mean"] = server["mean"] + len(uploads) / server.clients * change
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """v_k."""
         return {"personal": client["personal"]}

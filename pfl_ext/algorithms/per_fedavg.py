@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,14 +12,12 @@ from pfl_ext.federation import (
     Client,
     Method,
     Server,
+    Steps,
     Uploads,
     local_length,
-    loss_and_gradients,
+    mean_loss,
     option,
 )
-from pfl_ext.ops import proximal_sgd_step_
-
-from .fedavg import average
 
 __all__ = ["PerFedAvg"]
 
@@ -63,59 +60,48 @@ class PerFedAvg(Method):
         self.check("delta", self.delta > 0, "above 0")
         self.check("personal_steps", self.personal_steps >= 0, "not negative")
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """SGD on F_k."""
         model = client.model
         model.load(received["model"])
         params: list[Tensor] = list(model.trained)
-        momentum = [torch.empty_like(p) for p in params] if self.momentum != 0 else []
-        total, steps = torch.zeros((), device=model.device), 0
+        steps, losses = Steps(client, self), []
         model.module.train()
         batches = [
             client.batches(self.batch_size, name=name, **local_length(self)) for name in ("inner", "batches", "hessian")
         ]
         for inner, outer, hessian in zip(*batches, strict=True):
             w = [p.detach().clone() for p in params]
-            _add(params, w, -self.alpha, loss_and_gradients(model, inner)[1])
-            loss, g = loss_and_gradients(model, outer)
+            _add(params, w, -self.alpha, steps.gradients(inner)[1])
+            loss, g = steps.gradients(outer)
             meta = g
             if self.variant == "hf":
                 _add(params, w, self.delta, g)
-                ahead = loss_and_gradients(model, hessian)[1]
+                ahead = steps.gradients(hessian)[1]
                 _add(params, w, -self.delta, g)
-                behind = loss_and_gradients(model, hessian)[1]
+                behind = steps.gradients(hessian)[1]
                 scale = self.alpha / (2 * self.delta)
                 meta = [x - scale * (a - b) for x, a, b in zip(g, ahead, behind, strict=True)]
             _add(params, w, 0.0, g)
-            proximal_sgd_step_(
-                params,
-                meta,
-                [],
-                self.lr,
-                0.0,
-                self.momentum,
-                self.weight_decay,
-                momentum_buffers=momentum,
-                first=steps == 0,
-            )
-            total += loss
-            steps += 1
-        client.report["loss"] = float(total) / steps if steps else math.nan
+            steps.step(meta)
+            losses.append(loss)
+        client.report["loss"] = mean_loss(losses)
         return {"model": model.state()}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """The clients' mean."""
-        server["model"] = average(uploads, equally=True)
+        server["model"] = uploads.average(equally=True)
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w, and what the personal steps on training data make of it."""
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the personal steps on training data make of w."""
         model = client.model
         model.load(received["model"])
         model.module.train()
-        params: list[Tensor] = list(model.trained)
+        steps = Steps(client, self)
         for batch in client.batches(self.batch_size, steps=self.personal_steps, name="personal"):
-            _add(params, [p.detach().clone() for p in params], -self.alpha, loss_and_gradients(model, batch)[1])
-        return {"global": received["model"], "personal": model.state()}
+            before = [p.detach().clone() for p in steps.params]
+            _add(steps.params, before, -self.alpha, steps.gradients(batch)[1])
+        return {"personal": model.state()}
 
 
 @torch.no_grad()

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from pfl_ext.federation import Client, Server, Uploads, WorkingModel, local_sgd, option
+from pfl_ext.federation import Client, Server, Stage, Steps, Uploads, WorkingModel, option
 
-from .fedavg import average
 from .server_distillation import DistillingMethod, distil
 
 __all__ = ["PerAda"]
@@ -61,61 +59,34 @@ class PerAda(DistillingMethod):
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
         self.check("personal_lr", self.personal_lr >= 0, "not negative")
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
-        """w."""
-        if bool((model.local & model.changing).any()):
-            raise ValueError("PerAda's adapters travel with their running statistics: buffers cannot be local with it")
-        return {"adapter": model.read(model.changing)}
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Beside the upload."""
+        return ("personal",)
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """v_m, from the common initial weights."""
-        return {"personal": model.read(model.changing)}
+        return {"personal": model.state()}
 
-    def received(self) -> tuple[str, ...]:
-        """w."""
-        return ("adapter",)
-
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """Those of two adapters."""
-        return 2 * super().trained_parameters(model)
-
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The local adapter, from w."""
-        model, part, w = client.model, client.model.changing, received["adapter"]
-        model.write(part, w)  # line 12
-        client.report["loss"] = local_sgd(client, self)  # lines 13 to 15
-        stays = model.server[part]  # buffers that stay as the server has them
-        return {"adapter": torch.where(stays, w, model.read(part))}  # line 16
+        client.model.load(received["model"])  # line 12
+        client.report["loss"] = Steps(client, self).train()  # lines 13 to 15
+        return {"model": client.model.state()}  # line 16
 
-    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """The personal adapter, towards w."""
-        model, part = client.model, client.model.changing
-        model.write(part, client["personal"])  # line 7
-        client.report["personal_loss"] = local_sgd(  # lines 8 to 10
-            client,
-            self,
-            anchor=model.whole((part, received["adapter"])),
-            lam=2 * self.lam if self.official_lambda else self.lam,
-            epochs=self.personal_epochs,
-            lr=self.personal_lr or self.lr,
-            batches="personal",
-        )
-        client["personal"] = model.read(part)  # line 11
+        client.model.load(client["personal"])  # line 7
+        lam = 2 * self.lam if self.official_lambda else self.lam
+        steps = Steps(client, self, anchor=received["model"], lam=lam, lr=self.personal_lr or self.lr)
+        client.report["personal_loss"] = steps.train(epochs=self.personal_epochs, batches="personal")  # lines 8 to 10
+        client["personal"] = client.model.state()  # line 11
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the local adapters, distil them into the average."""
-        model = server.model
-        part = model.changing
-        start = model.whole((part, average(uploads, "adapter", equally=True)))  # line 18
-        distilled = distil(  # lines 19 to 22
-            server, self, start, lambda: (model.whole((part, theta)) for theta in uploads["adapter"])
-        )
-        server["adapter"] = distilled[part]
+        w = uploads.average(equally=True)  # line 18
+        server["model"] = distil(server, self, w, lambda: uploads.each("model"))  # lines 19 to 22
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(u, w) and (u, v_m)."""
-        model, part = client.model, client.model.changing
-        return {
-            "global": model.whole((part, received["adapter"])),
-            "personal": model.whole((part, client["personal"])),
-        }
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """(u, v_m)."""
+        return {"personal": client["personal"]}

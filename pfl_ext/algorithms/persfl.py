@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from pfl_ext.data import Partition
-from pfl_ext.federation import Batch, Client, Method, Uploads, WorkingModel, local_sgd, option
-from pfl_ext.ops import distillation_loss, proximal_sgd_step_
-
-from .fedavg import average
+from pfl_ext.federation import Batch, Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
+from pfl_ext.ops import distillation_loss
 
 __all__ = ["PersFL"]
 
@@ -46,6 +43,7 @@ class PersFL(Method):
     """
 
     name = "persfl"
+    needs_validation = True
 
     teacher: str = option(
         "optimal", "O_k is the client's best global model, or the last one (Table 4)", choices=("optimal", "last")
@@ -69,26 +67,22 @@ class PersFL(Method):
         self.check("distill_epochs", self.distill_epochs >= 0, "not negative")
         self.check("distill_lr", self.distill_lr >= 0, "not negative")
 
-    def check_data(self, partition: Partition) -> None:
-        """Teachers and grid points are chosen on validation data."""
-        without = [k for k, part in enumerate(partition.validation) if len(part) == 0]
-        if without:
-            raise ValueError(
-                f"PersFL chooses teachers on validation data, and {len(without)} of {partition.clients} clients have "
-                f"none (client {without[0]}, say): partition with validation=0.2, or with more samples a client"
-            )
-
     def points(self) -> list[tuple[float, float]]:
         """The grid as (T, lambda), in the order in which ties are decided."""
         rest = [(t, x) for x in sorted(self.lambdas) if x > 0 for t in sorted(self.temperatures)]
         return ([(1.0, 0.0)] if 0 in self.lambdas else []) + rest
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
-        """The global model; and for new users the one with the lowest mean validation loss, and that loss."""
-        best_loss = torch.tensor([math.inf], dtype=torch.float64)
-        return {"model": model.state(), "best": model.state(), "best_loss": best_loss}
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stage 2, after the last round."""
+        return ("finish",)
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def set_up(self, server: Server) -> None:
+        """The global model; and for new users the one with the lowest mean validation loss, and that loss."""
+        super().set_up(server)
+        server["best"], server["best_loss"] = server["model"], torch.tensor([math.inf], dtype=torch.float64)
+
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """O_k with its validation loss and its round, and A_k."""
         state = model.state()
         return {
@@ -98,27 +92,28 @@ class PersFL(Method):
             "personal": state,
         }
 
-    def received_last(self) -> tuple[str, ...]:
-        """New users need the best global model too."""
-        return ("model", "best")
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
+        """The global model; after the last round the best one too, for new users."""
+        names = ("model", "best") if stage == "finish" else ("model",)
+        return {name: server[name] for name in names}
 
     # ---- stage 1 -----------------------------------------------------------------------------------------------------
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Validate the received G_e, keep it if it is the best so far (lines 5 to 9), and train as FedAvg does."""
         client.model.load(received["model"])
         loss = client.loss(client.validation)
         if client.round > 1:
             self._keep_teacher(client, received["model"], loss, client.round - 1)
-        client.report["loss"] = local_sgd(client, self)
+        client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state(), "validation_loss": torch.tensor([loss], dtype=torch.float64)}
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average; and keep the model that the clients found best."""
-        loss = torch.stack(uploads["validation_loss"]).mean(0)
+        loss = torch.stack(uploads.each("validation_loss")).mean(0)
         if loss < server["best_loss"]:
             server["best"], server["best_loss"] = server["model"], loss
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()
 
     @staticmethod
     def _keep_teacher(client: Client, state: Tensor, loss: float, round: int) -> None:
@@ -129,7 +124,7 @@ class PersFL(Method):
 
     # ---- stage 2 -----------------------------------------------------------------------------------------------------
 
-    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
         """The last G_e is a candidate too; then the grid."""
         if "teacher" not in client:
             client.model.load(received["best"])
@@ -171,9 +166,8 @@ class PersFL(Method):
                 )
 
             client.model.load(client["teacher"])
-            local_sgd(
-                client, self, loss=loss, epochs=self.distill_epochs, lr=self.distill_lr or None, batches="distillation"
-            )
+            steps = Steps(client, self, lr=self.distill_lr or None)
+            steps.train(loss, epochs=self.distill_epochs, batches="distillation")
             students.append(client.model.state())
         return students
 
@@ -190,12 +184,11 @@ class PersFL(Method):
             for name, p in zip(names, model.trained, strict=True)
         }
         students = list(stacked.values())
-        buffers = [torch.empty_like(p) for p in students] if self.momentum != 0 else []
+        sgd = Steps(client, self, params=students, lr=self.distill_lr or None)
         temperature = teacher_logits.new_tensor([t for t, _ in points]).view(-1, 1, 1)
         lam = teacher_logits.new_tensor([x for _, x in points]).view(-1, 1, 1)
         forward = vmap(lambda some, x: functional_call(model.module, some, (x,)), in_dims=(0, None))
         model.module.train()
-        first = True
         for batch in client.batches(self.batch_size, epochs=self.distill_epochs, name="distillation"):
             logits = forward(stacked, batch.inputs)
             with torch.no_grad():
@@ -204,20 +197,7 @@ class PersFL(Method):
                 seed = (1 - lam) * (torch.softmax(logits, -1) - hard)
                 seed += lam * temperature * (torch.softmax(logits / temperature, -1) - soft)
                 seed /= len(batch.rows)
-            gradients = list(torch.autograd.grad(logits, students, seed))
-            lr = self.distill_lr or self.lr
-            proximal_sgd_step_(
-                students,
-                gradients,
-                [],
-                lr,
-                0.0,
-                self.momentum,
-                self.weight_decay,
-                momentum_buffers=buffers,
-                first=first,
-            )
-            first = False
+            sgd.step(list(torch.autograd.grad(logits, students, seed)))
         found = []
         for g in range(len(points)):
             for p, student in zip(model.trained, students, strict=True):
@@ -225,12 +205,9 @@ class PersFL(Method):
             found.append(model.state())
         return found
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The last global model, the client's teacher so far, and A_k once it is there."""
-        found = {"global": received["model"]}
-        if "teacher" in client:
-            found["teacher"] = client["teacher"]
-        return found | {"personal": client["personal"]} if "personal" in client else found
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The client's teacher so far, and A_k once it is there."""
+        return {name: client[name] for name in ("teacher", "personal") if name in client}
 
 
 def _only_linear(module: nn.Module) -> bool:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pfl_ext.federation import Client, Method, Server, Uploads, WorkingModel, joined, local_sgd, option
+from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, option
 from pfl_ext.nn import HyperNetwork
-
-from .fedavg import average
 
 __all__ = ["PFedHN"]
 
-_EMBEDDINGS, _MOMENTUM = "embeddings", "momentum/"
+_EMBEDDINGS, _BUFFERS, _MOMENTUM = "embeddings", "buffers", "momentum/"
 
 
 @dataclass(frozen=True)
@@ -81,22 +79,19 @@ class PFedHN(Method):
         assert isinstance(weights, Tensor)
         return weights
 
-    def server_state(self, model: WorkingModel) -> dict[str, Tensor]:
-        """Buffers and parameters that are not trained, where there are such, and which numbers of a state they are."""
-        generated = model.trained_entries()
-        return {} if bool(generated.all()) else {"kept": model.state()[~generated], "generated": generated}
-
-    def prepare_server(self, server: Server) -> None:
-        """Draw hypernetwork and embeddings."""
+    def set_up(self, server: Server) -> None:
+        """Draw hypernetwork and embeddings; buffers, where there are such, are the network's."""
         model, length = server.model, self.embedding or 1 + server.clients // 4
-        generated = model.trained_entries()
+        weights, buffers = model.state().tensor_split((model.parameters,))
+        if len(buffers):
+            server[_BUFFERS] = buffers
         own = server.stream("hypernetwork")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**62, (), generator=own)))
-            hypernetwork = self._hypernetwork(length, int(generated.sum())).to(model.dtype)
+            hypernetwork = self._hypernetwork(length, len(weights)).to(model.dtype)
         vectors = {name: p.detach().to(model.device) for name, p in hypernetwork.named_parameters()}
         if self.start == "network":
-            vectors["heads.bias"] = model.state()[generated]
+            vectors["heads.bias"] = weights
         vectors[_EMBEDDINGS] = torch.randn(server.clients, length, generator=own, dtype=model.dtype).to(model.device)
         server |= vectors
         if self.server_momentum:
@@ -105,32 +100,30 @@ class PFedHN(Method):
     # ---- a round -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def sends(self, server: Mapping[str, Tensor], client: int, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """theta_k, as a state of the whole model."""
         weights = self._weights(server, [client])[0]
-        if "generated" in server:
-            weights = joined(server["generated"], weights, server["kept"])
-        return {"model": weights}
+        return {"model": torch.cat([weights, server[_BUFFERS]]) if _BUFFERS in server else weights}
 
-    def train(self, client: Client) -> float:
+    def train_generated(self, client: Client) -> float:
         """E epochs of SGD; returns the mean loss."""
-        return local_sgd(client, self, clip=self.clip)
+        return Steps(client, self, clip=self.clip).train()
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the received model and send how it has changed."""
         model = client.model
         model.load(received["model"])
-        client.report["loss"] = self.train(client)
-        state, generated = model.state(), model.trained_entries()
-        sent = {"difference": (received["model"] - state)[generated]}
-        return sent if bool(generated.all()) else sent | {"kept": state[~generated]}
+        client.report["loss"] = self.train_generated(client)
+        state = model.state()
+        weights, buffers = state.tensor_split((model.parameters,))
+        sent = {"difference": received["model"][: model.parameters] - weights}
+        return sent | {_BUFFERS: buffers} if len(buffers) else sent
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """A step of hypernetwork and embeddings by what the clients' changes are worth to them."""
-        fixed = ("kept", "generated")
-        names = [name for name in server if name not in fixed and not name.startswith(_MOMENTUM)]
+        names = [name for name in server if name != _BUFFERS and not name.startswith(_MOMENTUM)]
         leaves = {name: server[name].detach().requires_grad_() for name in names}
-        difference = torch.stack(uploads["difference"]) / len(uploads)
+        difference = torch.stack(uploads.each("difference")) / len(uploads)
         gradients = torch.autograd.grad(self._weights(leaves, uploads.clients), list(leaves.values()), difference)
         norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
         server.report["gradient_norm"] = norm
@@ -141,9 +134,9 @@ class PFedHN(Method):
                 step = server[_MOMENTUM + name].mul_(self.server_momentum).add_(step)
             lr = self.embedding_lr if name == _EMBEDDINGS and self.embedding_lr else self.server_lr
             server[name].add_(step, alpha=-lr)  # in place, as all of this may be gigabytes
-        if "kept" in server:
-            server["kept"] = average(uploads, "kept")
+        if _BUFFERS in server:
+            server[_BUFFERS] = uploads.average(_BUFFERS)
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """theta_k."""
         return {"personal": received["model"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,15 +12,14 @@ from pfl_ext.federation import (
     Client,
     Method,
     Server,
+    Steps,
     Uploads,
     WorkingModel,
     local_length,
-    loss_and_gradients,
+    mean_loss,
     option,
 )
 from pfl_ext.ops import proximal_sgd_step_
-
-from .fedavg import average
 
 __all__ = ["PFedMe"]
 
@@ -65,58 +63,42 @@ class PFedMe(Method):
         self.check("inner_steps", self.inner_steps >= 1, "at least 1")
         self.check("beta", self.beta > 0, "above 0")
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """theta_k."""
         return {"personal": model.state()}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On each batch solve the inner problem, then step w_k towards the solution."""
         model = client.model
         model.load(received["model"])
         w = [p.detach().clone() for p in model.trained]
-        momentum = [torch.empty_like(p) for p in w] if self.momentum != 0 else []
-        total, steps = torch.zeros((), device=model.device), 0
+        client.trains(w)
+        theta = Steps(client, self, lr=self.personal_lr, anchor=w, lam=self.lam)
+        losses = []
         model.module.train()
         for batch in client.batches(self.batch_size, **local_length(self)):
-            for inner in range(self.inner_steps):
-                loss, gradients = loss_and_gradients(model, batch)
-                proximal_sgd_step_(
-                    model.trained,
-                    gradients,
-                    w,
-                    self.personal_lr,
-                    self.lam,
-                    self.momentum,
-                    self.weight_decay,
-                    momentum_buffers=momentum,
-                    first=steps == inner == 0,
-                )
+            for _ in range(self.inner_steps):
+                loss = theta.take(batch)
             # w - eta lambda (w - theta): a proximal step without a gradient.
             proximal_sgd_step_(
                 w, [torch.zeros_like(p) for p in w], [p.detach() for p in model.trained], self.lr, self.lam
             )
-            total += loss
-            steps += 1
-        client.report["loss"] = float(total) / steps if steps else math.nan
+            losses.append(loss)
+        client.report["loss"] = mean_loss(losses)
         client["personal"] = model.state()
         with torch.no_grad():
             for p, local in zip(model.trained, w, strict=True):
                 p.copy_(local)
         return {"model": model.state()}
 
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """Those of theta_k and w_k."""
-        return 2 * super().trained_parameters(model)
-
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Go towards the mean."""
-        mean = average(uploads, equally=True)
+        mean = uploads.average(equally=True)
         if self.beta != 1:
             parameters = slice(server.model.parameters)
             mean[parameters] = (1 - self.beta) * server["model"][parameters] + self.beta * mean[parameters]
         server["model"] = mean
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w, and theta_k once it is there."""
-        found = {"global": received["model"]}
-        return found | {"personal": client["personal"]} if "personal" in client else found
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """theta_k once it is there."""
+        return {"personal": client["personal"]} if "personal" in client else {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfl_ext.federation import Client, local_sgd
+from pfl_ext.federation import Client, Steps
 
 from .layer_wise import LayerWise
 from .pfedhn import PFedHN
@@ -33,7 +33,7 @@ class PLGUGHN(LayerWise, PFedHN):
 
     name = "plgu-ghn"
 
-    def train(self, client: Client) -> float:
+    def train_generated(self, client: Client) -> float:
         """E epochs of LWSAM; returns the mean loss."""
         model = client.model
         groups = self.layers_of(model).groups
@@ -43,4 +43,4 @@ class PLGUGHN(LayerWise, PFedHN):
             scores = self.scores(params, received, groups)
             return self.perturb(params, gradients, groups, scores, backup)
 
-        return local_sgd(client, self, perturb=perturb, clip=self.clip)
+        return Steps(client, self, perturb=perturb, clip=self.clip).train()

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from pfl_ext.federation import (
-    Batch,
-    Client,
-    WorkingModel,
-    classification_loss,
-    joined,
-    local_length,
-    local_sgd,
-    option,
-)
-from pfl_ext.ops import proximal_sgd_step_, restore_
+from pfl_ext.federation import Client, Steps, WorkingModel, local_length, mean_loss, option
+from pfl_ext.ops import restore_
 
 from .fedrep import FedRep
 from .layer_wise import LayerWise
@@ -53,17 +42,16 @@ class PLGUGRep(LayerWise, FedRep):
 
     local_steps: int = option(1, "two-step updates of the representation in a round; 0: local_epochs passes of them")
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Lines 7 to 12 of Algorithm 3."""
-        model, head = client.model, client.model.head(self.head)
-        model.load(joined(head, client["head"], received["representation"]))
-        client.report["head_loss"] = local_sgd(
-            client, self, only=model.parameters_in(head), epochs=self.head_epochs, batches="head"
-        )
-        client.report["loss"] = self._train_representation(client, head)
-        state = model.state()
-        client["head"] = state[head]
-        return {"representation": state[~head]}
+        head = client.model.part(self.head)
+        head.write(client["head"])
+        (~head).write(received["representation"])
+        steps = Steps(client, self, params=head.parameters)
+        client.report["head_loss"] = steps.train(epochs=self.head_epochs, batches="head")
+        client.report["loss"] = self._train_representation(client, (~head).parameters)
+        client["head"] = head.read()
+        return {"representation": (~head).read()}
 
     def _groups(self, model: WorkingModel, params: list[Tensor]) -> list[int]:
         """The layer of each of these parameters, counted among them."""
@@ -71,33 +59,18 @@ class PLGUGRep(LayerWise, FedRep):
         numbers: dict[int, int] = {}
         return [numbers.setdefault(layer_of[id(p)], len(numbers)) for p in params]
 
-    def _train_representation(self, client: Client, head: Tensor) -> float:
-        model = client.model
-        params, received = model.parameters_in(~head), [p.detach().clone() for p in model.parameters_in(~head)]
-        groups = self._groups(model, params)
-        momenta = [torch.empty_like(p) for p in params] if self.momentum != 0 else []
-        backup: Tensor | None = None
-        total, steps = torch.zeros((), device=model.device), 0
-        model.module.train()
-
-        def gradients(batch: Batch) -> tuple[Tensor, list[Tensor]]:
-            loss = classification_loss(model(batch.inputs), batch.targets)
-            return loss.detach(), list(torch.autograd.grad(loss, params, materialize_grads=True))
-
-        def step(g: list[Tensor], first: bool) -> None:
-            proximal_sgd_step_(
-                params, g, [], self.lr, 0.0, self.momentum, self.weight_decay, momentum_buffers=momenta, first=first
-            )
-
+    def _train_representation(self, client: Client, params: list[Tensor]) -> float:
+        received, groups = [p.detach().clone() for p in params], self._groups(client.model, params)
+        steps, losses, backup = Steps(client, self, params=params), [], None
+        client.model.module.train()
         for batch in client.batches(self.batch_size, **local_length(self)):
-            loss, g = gradients(batch)
-            step(g, first=steps == 0)  # (11)
+            loss, g = steps.gradients(batch)
+            steps.step(g)  # (11)
             scores = self.scores(params, received, groups)  # (10)
-            _, g = gradients(batch)
+            _, g = steps.gradients(batch)
             backup = self.perturb(params, g, groups, scores, backup)  # (12)
-            _, g = gradients(batch)
+            _, g = steps.gradients(batch)
             restore_(params, backup)
-            step(g, first=False)  # (13)
-            total += loss
-            steps += 1
-        return float(total) / steps if steps else math.nan
+            steps.step(g)  # (13)
+            losses.append(loss)
+        return mean_loss(losses)

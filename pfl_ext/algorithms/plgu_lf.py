@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,16 +12,15 @@ from pfl_ext.federation import (
     Client,
     Method,
     Server,
+    Steps,
     Uploads,
     WorkingModel,
-    classification_loss,
     local_length,
-    local_sgd,
+    mean_loss,
     option,
 )
-from pfl_ext.ops import proximal_sgd_step_, restore_
+from pfl_ext.ops import restore_
 
-from .fedavg import average
 from .layer_wise import LayerWise
 
 __all__ = ["PLGULF"]
@@ -75,13 +73,9 @@ class PLGULF(LayerWise, Method):
         self.check("personal_layers", self.personal_layers <= layers, f"up to {layers}, the layers of this network")
         return self.personal_layers
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """theta, where a layer is personal."""
         return {"personal": model.state()} if self._count(model) else {}
-
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """Those of two models, where there are two."""
-        return (2 if self._count(model) else 1) * super().trained_parameters(model)
 
     def _theta(self, client: Client, w: Tensor) -> Tensor:
         """The client's personal model, the global one before its first turn."""
@@ -89,16 +83,17 @@ class PLGULF(LayerWise, Method):
             return client["personal"]
         return w
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Lines 6 to 10 of Algorithm 2."""
         model, w = client.model, received["model"]
         layers = self.layers_of(model)
         count = self._count(model)
         if count == 0:
             model.load(w)
-            client.report["loss"] = local_sgd(
+            steps = Steps(
                 client, self, perturb=lambda params, g, backup: self.perturb(params, g, layers.groups, None, backup)
             )
+            client.report["loss"] = steps.train()
             return {"model": model.state()}
         theta = self._theta(client, w)
         scores = self.scores(model.tensors(theta), model.tensors(w), layers.groups)
@@ -112,56 +107,35 @@ class PLGULF(LayerWise, Method):
     ) -> tuple[Tensor, Tensor]:
         """Algorithm 1: theta and w_k after the local steps."""
         model = client.model
-        params: list[Tensor] = list(model.trained)
         model.load(w)
         other = model.copies()  # w_k; the working model is theta, and both change places for the second gradient
         model.load(theta)
-        momenta = [[torch.empty_like(p) for p in params] if self.momentum != 0 else [] for _ in range(2)]
-        backup: Tensor | None = None
-        totals, steps = torch.zeros(2, device=model.device), 0
+        steps_of_theta, steps_of_w = Steps(client, self), Steps(client, self)
+        params, backup = steps_of_w.params, None
+        personal, perturbed = [], []
         model.module.train()
-
-        def step(gradients: list[Tensor], which: int) -> None:
-            proximal_sgd_step_(
-                params,
-                gradients,
-                [],
-                self.lr,
-                0.0,
-                self.momentum,
-                self.weight_decay,
-                momentum_buffers=momenta[which],
-                first=steps == 0,
-            )
-
         for batch in client.batches(self.batch_size, **local_length(self)):
-            loss = classification_loss(model(batch.inputs), batch.targets)
-            gradients = list(torch.autograd.grad(loss, params, materialize_grads=True))
-            step(gradients, 0)
+            loss, gradients = steps_of_theta.gradients(batch)
+            steps_of_theta.step(gradients)
             model.exchange(other)
             if self.ascent == "global":
-                at_w = classification_loss(model(batch.inputs), batch.targets)
-                gradients = list(torch.autograd.grad(at_w, params, materialize_grads=True))
+                _, gradients = steps_of_w.gradients(batch)
             backup = self.perturb(params, gradients, groups, scores, backup)
-            worst = classification_loss(model(batch.inputs), batch.targets)
-            gradients = list(torch.autograd.grad(worst, params, materialize_grads=True))
+            worst, gradients = steps_of_w.gradients(batch)
             restore_(params, backup)
-            step(gradients, 1)
+            steps_of_w.step(gradients)
             model.exchange(other)
-            totals += torch.stack([loss.detach(), worst.detach()])
-            steps += 1
-        means = (totals / steps).tolist() if steps else [math.nan, math.nan]
-        client.report["personal_loss"], client.report["perturbed_loss"] = means
+            personal.append(loss)
+            perturbed.append(worst)
+        client.report["personal_loss"], client.report["perturbed_loss"] = mean_loss(personal), mean_loss(perturbed)
         theta = model.state()
         model.exchange(other)
         return theta, model.state()
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Line 11 of Algorithm 2: adding the mean of the differences is taking the mean of the models."""
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w and theta; the latter is w for a client that never took part."""
-        if self.personal_layers == 0:
-            return {"global": received["model"]}
-        return {"global": received["model"], "personal": self._theta(client, received["model"])}
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """theta, which is w for a client that never took part."""
+        return {} if self.personal_layers == 0 else {"personal": self._theta(client, received["model"])}

@@ -11,22 +11,23 @@ from pfl_ext.federation import (
     Batch,
     Client,
     Method,
+    Server,
+    Stage,
+    Steps,
     Uploads,
     WorkingModel,
     classification_loss,
-    fine_tune,
-    local_sgd,
     option,
 )
 from pfl_ext.ops import SpectralTeacher, spectral_divergence
 
-from .fedavg import average
+from .new_clients import NewClients
 
 __all__ = ["SCD"]
 
 
 @dataclass(frozen=True)
-class SCD(Method):
+class SCD(NewClients, Method):
     r"""Spectral co-distillation (Chen et al., 2023), Algorithm 1: two models that teach each other spectra.
 
     With :math:`s(w) = |\mathrm{DFT}(w)|` of the trained weights in a row and :math:`\hat s` its first
@@ -63,9 +64,6 @@ class SCD(Method):
     broadcast: bool = option(
         False, "clients that were not selected receive the generic model too and train their personal one against it"
     )
-    fine_tune_epochs: int = option(
-        0, "passes by which clients that never took part fine-tune the generic model after the last round"
-    )
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -74,39 +72,31 @@ class SCD(Method):
         self.check("lam_p", self.lam_p >= 0, "not negative")
         self.check("tau", 0 <= self.tau <= 1, "from 0 to 1")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
-        self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
-    def client_state(self, model: WorkingModel) -> dict[str, Tensor]:
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Beside the upload; of clients that were not selected too, if the generic model is broadcast."""
+        return (*super().stages, "rest") if self.broadcast else super().stages
+
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """w_p, from the common initial weights."""
         return {"personal": model.state()}
 
-    def trained_parameters(self, model: WorkingModel) -> int:
-        """Those of two models."""
-        return 2 * super().trained_parameters(model)
-
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """GMUpdate: the generic model, taught by the client's personal one."""
         client.model.load(received["model"])
         loss = self._taught(client, client["personal"], self.lam_g, self.tau)
-        client.report["loss"] = local_sgd(client, self, loss=loss)
+        client.report["loss"] = Steps(client, self).train(loss)
         return {"model": client.model.state()}
 
-    def personal_round(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-        """PMUpdate: the personal model, taught by the generic one that was sent."""
-        self._train_personal(client, sent["model"])
-
-    def received_unselected(self) -> tuple[str, ...] | None:
-        """The generic model, if it is broadcast."""
-        return ("model",) if self.broadcast else None
-
-    def unselected_round(self, client: Client, received: Mapping[str, Tensor]) -> None:
-        """PMUpdate against the generic model that was broadcast (Appendix F)."""
-        self._train_personal(client, received["model"])
-
-    def _train_personal(self, client: Client, generic: Tensor) -> None:
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """PMUpdate: the personal model, taught by the generic one that was sent, or broadcast (Appendix F)."""
+        if client.stage == "finish":  # Figure 3
+            return self.fine_tune_if_new(client, received["model"])
         client.model.load(client["personal"])
+        generic = sent["model"] if client.stage == "personal" else received["model"]
         loss = self._taught(client, generic, self.lam_p, 1.0)
-        client.report["personal_loss"] = local_sgd(client, self, loss=loss, epochs=self.personal_epochs)
+        client.report["personal_loss"] = Steps(client, self).train(loss, epochs=self.personal_epochs)
         client["personal"] = client.model.state()
 
     def _taught(self, client: Client, teacher: Tensor, lam: float, tau: float) -> Callable[[Tensor, Batch], Tensor]:
@@ -121,20 +111,10 @@ class SCD(Method):
 
         return loss
 
-    def server_round(self, server: dict[str, Tensor], uploads: Uploads) -> None:
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""
-        server["model"] = average(uploads)
+        server["model"] = uploads.average()
 
-    @property
-    def has_personal_stage(self) -> bool:
-        """Whether new clients fine-tune."""
-        return self.fine_tune_epochs > 0
-
-    def personalize(self, client: Client, received: Mapping[str, Tensor]) -> None:
-        """Fine-tune, where the client has no personal model yet (Figure 3)."""
-        if "personal" not in client:
-            fine_tune(client, self, received["model"], self.fine_tune_epochs)
-
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The generic and the personal model."""
-        return {"global": received["model"], "personal": client["personal"]}
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The personal model."""
+        return {"personal": client["personal"]}

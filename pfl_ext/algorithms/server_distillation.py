@@ -55,8 +55,8 @@ class DistillingMethod(Method):
         self.check("kd_temperature", self.kd_temperature > 0, "above 0")
         self.check("kd_batch_size", self.kd_batch_size >= 1, "at least 1")
 
-    def prepare_server(self, server: Server) -> None:
-        """Refuse a run without the data that the server needs."""
+    def set_up(self, server: Server) -> None:
+        """The model; refuses a run without the data that the server needs."""
         if (self.kd_steps or self.kd_distance) and server.auxiliary is None:
             raise ValueError(
                 f"{self.name} distils at the server, which has no unlabelled data: name some (auxiliary, such as "
@@ -64,6 +64,7 @@ class DistillingMethod(Method):
             )
         if self.kd_keep_best and server.held_out is None:
             raise ValueError("kd_keep_best needs labelled samples of the server: partition with server=0.1, say")
+        super().set_up(server)
 
 
 def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Callable[[], Iterable[Tensor]]) -> Tensor:

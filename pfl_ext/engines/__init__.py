@@ -1,6 +1,8 @@
-"""Where the clients' turns run: in this process, or side by side in worker processes."""
+"""Where clients' turns run: in this process, or side by side in worker processes."""
 
-from .in_process import InProcess
+from pfl_ext.federation import InProcess
+
+from .choice import EngineOptions, make_engine
 from .workers import Workers
 
-__all__ = ["InProcess", "Workers"]
+__all__ = ["EngineOptions", "InProcess", "Workers", "make_engine"]

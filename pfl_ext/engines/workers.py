@@ -1,227 +1,327 @@
-"""Turns side by side in worker processes that share the data and the clients' vectors."""
+"""Clients' turns side by side in worker processes that share the data and what clients keep."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import multiprocessing
+import os
 import signal
-import traceback
-from collections import deque
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset
+from pfl_ext.federation import ClientRuntime, ClientStore, Plan, Reply, Task
+from pfl_ext.federation.engine import in_files, store_folder
 from pfl_ext.federation.mapped import LARGE, MappedTensor, scratch_folder
-from pfl_ext.federation.turns import Diverged, Plan, Turned, Turns, Vectors
+from pfl_ext.federation.messages import Vector
+from pfl_ext.federation.uploads import Here
 
 __all__ = ["Workers"]
 
-
-def _in_files(dataset: Dataset, folder: Path, label: str) -> Any:
-    """A dataset with its large tensors in files of the folder; :func:`_opened` makes a dataset of that again."""
-
-    def file_of(value: Any, name: str) -> Any:
-        large = isinstance(value, Tensor) and value.nbytes >= LARGE
-        return MappedTensor.copy(value, folder / f"{label}-{name}") if large else value
-
-    given = [field.name for field in dataclasses.fields(dataset) if field.init]
-    return type(dataset), {name: file_of(getattr(dataset, name), name) for name in given}
+_MESSAGES = 8  # for each worker in a round at least: fewer would leave some of them without work at its end
 
 
-def _opened(portable: Any) -> Dataset:
-    cls, fields = portable
-    made = cls(**{name: value.open() if isinstance(value, MappedTensor) else value for name, value in fields.items()})
-    return cast(Dataset, made)
+# ---- what both sides share -------------------------------------------------------------------------------------------
 
 
-def _share(plan: Plan, folder: Path) -> tuple[Plan, dict[str, MappedTensor]]:
-    """The plan with its large tensors in files of the folder, and those of the server's vectors."""
-    tests = {
-        name: [_in_files(part, folder, f"test-{number}-{i}") for i, part in enumerate(parts)]
-        for number, (name, parts) in enumerate(plan.extra_tests.items())
-    }
-    server = {name: MappedTensor.copy(vector, folder / f"server-{name}") for name, vector in plan.server.items()}
-    # What is in files stands in the places of what it holds until the worker opens it.
-    dataset = _in_files(plan.dataset, folder, "data")
-    portable = dataclasses.replace(plan, dataset=dataset, extra_tests=cast(Any, tests), server=cast(Any, server))
-    return portable, server
+@dataclass(frozen=True)
+class _PortableDataset:
+    """A dataset with its large tensors in files, on its way to a worker."""
+
+    kind: type[Dataset]
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, dataset: Dataset, folder: Path, label: str) -> _PortableDataset:
+        """Write the large tensors."""
+
+        def file_of(value: Any, name: str) -> Any:
+            large = isinstance(value, Tensor) and value.nbytes >= LARGE
+            return MappedTensor.copy(value, folder / f"{label}-{name}") if large else value
+
+        given = [field.name for field in dataclasses.fields(dataset) if field.init]
+        return cls(type(dataset), {name: file_of(getattr(dataset, name), name) for name in given})
+
+    def open(self) -> Dataset:
+        """The dataset, its large tensors mapped."""
+        opened = {name: v.open() if isinstance(v, MappedTensor) else v for name, v in self.fields.items()}
+        return self.kind(**opened)
 
 
-def _open(plan: Plan) -> Plan:
-    """The plan in a worker, of what :func:`_share` made."""
-    return dataclasses.replace(
-        plan,
-        module=copy.deepcopy(plan.module),  # what arrived may be memory that all workers share
-        dataset=_opened(plan.dataset),
-        extra_tests={name: [_opened(part) for part in parts] for name, parts in plan.extra_tests.items()},
-        server={name: cast(Any, file).open() for name, file in plan.server.items()},
-    )
+@dataclass(frozen=True)
+class _PortablePlan:
+    """A plan on its way to a worker."""
 
+    plan: Plan
+    """Without data."""
+    dataset: _PortableDataset
+    tests: dict[str, list[tuple[_PortableDataset | None, Tensor]]]
+    """None stands for the run's own dataset."""
 
-def _work(plan: Plan, threads: int, folder: Path, number: int, pipe: Connection) -> None:
-    """A worker's life: take a turn, answer, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    torch.set_num_threads(threads)
-    turns = Turns(_open(plan))
-
-    def deliver(client: int, round: int, vectors: Mapping[str, Tensor]) -> Vectors:
-        # Uploads are large: shared, each in a file of its own.
-        return {
-            name: MappedTensor.copy(vector, folder / f"upload-{number}-{client}-{round}-{name}")
-            for name, vector in vectors.items()
+    @classmethod
+    def of(cls, plan: Plan, folder: Path) -> _PortablePlan:
+        """Write all large tensors into the folder."""
+        tests = {
+            name: [
+                (None if data is plan.dataset else _PortableDataset.of(data, folder, f"test-{number}-{i}"), rows)
+                for i, (data, rows) in enumerate(parts)
+            ]
+            for number, (name, parts) in enumerate(plan.tests.items())
         }
+        nothing = plan.dataset.subset(torch.empty(0, dtype=torch.int64))
+        empty = dataclasses.replace(plan, dataset=nothing, tests={})
+        return cls(empty, _PortableDataset.of(plan.dataset, folder, "data"), tests)
 
-    turns.deliver = deliver
-    pipe.send(None)  # ready
-    answer: tuple[Any, str | None]
-    while True:
-        try:
-            turn, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = (getattr(turns, turn)(*arguments), None)
-        except Diverged as error:
-            answer = (error, None)
-        except Exception as error:
-            answer = (error if _can_travel(error) else RuntimeError(str(error)), traceback.format_exc())
-        try:
-            pipe.send(answer)
-        except OSError:  # the parent has stopped listening
-            return
+    def open(self) -> Plan:
+        """The plan."""
+        dataset = self.dataset.open()
+        tests = {
+            name: [(dataset if data is None else data.open(), rows) for data, rows in parts]
+            for name, parts in self.tests.items()
+        }
+        # A copy: the module that arrived may be memory that all workers share.
+        return dataclasses.replace(self.plan, module=copy.deepcopy(self.plan.module), dataset=dataset, tests=tests)
 
 
-def _taken(vectors: Vectors) -> Vectors:
-    """What a worker shared, as this process's own."""
-    taken = {}
-    for name, vector in vectors.items():
-        assert isinstance(vector, MappedTensor)
-        taken[name] = vector.open()
-        vector.path.unlink(missing_ok=True)  # the memory lives as long as the tensor
-    return taken
+class _Slots:
+    """Tensors in files that are written again and again: a new file costs 274 us to write and 90 to map, this 10."""
+
+    def __init__(self, folder: Path) -> None:
+        """None yet."""
+        self._folder = folder / "slots"
+        self._open: dict[Path, Tensor] = {}
+
+    def __contains__(self, file: MappedTensor) -> bool:
+        """Whether that is such a file."""
+        return file.path.parent == self._folder
+
+    def write(self, name: str, tensor: Tensor) -> MappedTensor:
+        """Put a tensor into the slot of that name."""
+        kind = "-".join(map(str, (*tensor.shape, tensor.dtype)))
+        file = MappedTensor(self._folder / f"{name}-{kind}", tuple(tensor.shape), tensor.dtype)
+        if file.path not in self._open:
+            MappedTensor.create(file.path, file.shape, file.dtype)
+        self.read(file).copy_(tensor)
+        return file
+
+    def read(self, file: MappedTensor) -> Tensor:
+        """The tensor in a slot; the next one that is written there replaces it."""
+        if file.path not in self._open:
+            self._open[file.path] = file.open()
+        return self._open[file.path]
 
 
-def _can_travel(error: Exception) -> bool:
-    return type(error).__module__ == "builtins"
+# ---- in a worker -----------------------------------------------------------------------------------------------------
 
 
-class Workers:
-    """Runs turns in ``workers`` processes of ``threads`` threads each; the bits are those of one process.
+class _Worker:
+    """What a worker process has."""
 
-    The processes are spawned: a script that makes workers must guard its entry point by ``__name__ == "__main__"``.
+    def __init__(self, plan: Plan, store: ClientStore, server: Mapping[str, MappedTensor], folder: Path) -> None:
+        """Make the runtime of all clients."""
+        self._files = plan.method.buffer is not None or plan.settings.store == "mapped"
+        self._folder, self._slots = folder, _Slots(folder)
+        self._round, self._used = 0, 0
+        self.runtime = ClientRuntime(plan, store, self._deliver)
+        self.runtime.server = {name: file.open() for name, file in server.items()}
+
+    def _deliver(self, task: Task, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
+        if self._files:  # they may wait long until they are needed, or be more than memory holds
+            return in_files(vectors, self._folder, task, kind, large=0)
+        if task.round != self._round:  # what was sent in the round before is not needed any more
+            self._round, self._used = task.round, 0
+        self._used += 1
+        label = f"{os.getpid()}-{self._used}-{kind}"
+        return {name: self._slots.write(f"{label}-{name}", vector) for name, vector in vectors.items()}
+
+    def __call__(self, tasks: Sequence[Task]) -> list[Reply]:
+        """Carry out several tasks."""
+        replies = []
+        for task in tasks:
+            reply = self.runtime(task)
+            if reply.outputs is not None and task.rows is not None:
+                label = "-".join(map(str, task.rows[1:]))
+                names = ("logits", "targets")
+                files = [self._slots.write(f"{n}-{label}", x) for n, x in zip(names, reply.outputs, strict=True)]
+                reply.outputs = (files[0], files[1])
+            replies.append(reply)
+        return replies
+
+
+_worker: _Worker
+_all_there: Barrier
+
+
+def _begin(
+    plan: _PortablePlan, store: ClientStore, server: dict[str, MappedTensor], folder: Path, all_there: Barrier
+) -> None:
+    """The first thing a worker process does."""
+    global _worker, _all_there
+    # A signal to the whole group (Ctrl-C, systemd, Slurm) is the parent's to answer: it ends the run after the round.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    opened = plan.open()
+    torch.set_num_threads(opened.settings.threads)
+    _worker, _all_there = _Worker(opened, store, server, folder), all_there
+
+
+def _end_with_parent() -> None:
+    """Whoever kills the parent leaves no worker behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _ready(_: int) -> int:
+    """Wait until all workers are there, so that each of them answers once."""
+    _all_there.wait(60)
+    return os.getpid()
+
+
+def _carry_out(tasks: Sequence[Task]) -> list[Reply]:
+    return _worker(tasks)
+
+
+# ---- in the parent ---------------------------------------------------------------------------------------------------
+
+
+class Workers(Here):
+    """Runs tasks in several processes; the bits are those of one process.
+
+    The processes are the standard library's pool. They are spawned: a script that makes workers must guard its entry
+    point by ``__name__ == "__main__"``.
 
     Args:
         workers: how many processes.
-        plan: what they do; its store must have a folder.
-        threads: of each worker.
     """
 
-    def __init__(self, workers: int, plan: Plan, threads: int = 1) -> None:
+    def __init__(self, workers: int) -> None:
         """See the class."""
-        # What all clients send may be there at once.
-        sent = sum(vector.nbytes for vector in plan.server.values()) * (1 + plan.partition.clients)
-        sets = [plan.dataset, *(part for parts in plan.extra_tests.values() for part in parts)]
-        self._folder = scratch_folder(self, sum(data.inputs.nbytes + data.targets.nbytes for data in sets) + sent)
-        portable, server = _share(plan, self._folder)
-        self._server = {name: file.open() for name, file in server.items()}
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for number in range(workers):
-            here, there = context.Pipe()
-            process = context.Process(target=_work, args=(portable, threads, self._folder, number, there), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-        for pipe in self._pipes:  # so that starting them is not counted as part of the first round
-            try:
-                pipe.recv()
-            except (EOFError, OSError):
-                self._lost(pipe, "while it started,")
+        self.workers = workers
+        self._pool: ProcessPoolExecutor | None = None
+        self._processes: list[int] = []
+
+    def start(self, plan: Plan) -> None:
+        """Write the data where all see it, and start the processes."""
+        if plan.dataset.device.type != "cpu":
+            raise ValueError(f"{self.workers} workers on {plan.dataset.device}; workers train on the cpu")
+        model = plan.working_model()
+        kept = plan.kept(model)
+        own = model.size * model.state().element_size()
+        sets = [plan.dataset, *(data for parts in plan.tests.values() for data, _ in parts)]
+        size = sum(data.inputs.nbytes + data.targets.nbytes for data in {id(data): data for data in sets}.values())
+        size += sum(vector.nbytes for vector in kept.values()) * len(plan.rows)
+        # Everybody's upload may be there at once, of a model or two.
+        self._folder = scratch_folder(self, size + 2 * own * (1 + len(plan.rows)))
+        mapped = plan.settings.store == "mapped"
+        folder = store_folder(self, plan) if mapped else self._folder / "store"
+        self.store = ClientStore(len(plan.rows), kept, folder)
+        self._mapped = mapped
+        self._slots = _Slots(self._folder)
+        self._server: dict[str, Tensor] = {}
+        self._plan = plan
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
-        """Make the server's vectors visible to the turns that follow."""
+        """Copy them to where the workers see them; the first time the workers are started."""
+        if self._pool is None:
+            files = {
+                name: MappedTensor.copy(vector, self._folder / f"server-{name.replace('/', '-')}")
+                for name, vector in server.items()
+            }
+            self._server = {name: file.open() for name, file in files.items()}
+            self._start_processes(files)
+            return
         for name, vector in self._server.items():
             vector.copy_(server[name])
 
-    def map(self, turn: str, arguments: Sequence[tuple[Any, ...]], costs: Sequence[int] | None = None) -> Iterator[Any]:
-        """The results of ``Turns.<turn>(*arguments[i])`` in order; a client's :class:`Diverged` is a result too.
-
-        ``costs`` says how long each takes: the longest begin first, so that none of them is left alone at the end.
-        """
-        order = range(len(arguments)) if costs is None else sorted(range(len(costs)), key=lambda i: -costs[i])
-        waiting = deque((place, arguments[place]) for place in order)
-        idle, busy = list(self._pipes), dict[Connection, int]()
-        done: dict[int, Any] = {}
-        following = 0
-        while following < len(arguments):
-            while idle and waiting:
-                pipe = idle.pop()
-                place, some = waiting.popleft()
-                self._send(pipe, (turn, tuple(self._handed(x, place) for x in some)))
-                busy[pipe] = place
-            for ready in wait(list(busy)):
-                pipe = cast(Connection, ready)
-                place = busy.pop(pipe)
-                done[place] = self._receive(pipe, turn, arguments[place])
-                idle.append(pipe)
-            while following in done:
-                yield done.pop(following)
-                following += 1
-
-    def _handed(self, argument: Any, place: int) -> Any:
-        """An argument as it goes to a worker: vectors in files, which the next turn at this place overwrites."""
-        if not isinstance(argument, dict):
-            return argument
-        return {
-            name: MappedTensor.copy(vector, self._folder / f"handed-{place}-{name}")
-            for name, vector in argument.items()
-        }
-
-    def _send(self, pipe: Connection, message: Any) -> None:
+    def _start_processes(self, server: dict[str, MappedTensor]) -> None:
+        context = multiprocessing.get_context("spawn")
+        portable = _PortablePlan.of(self._plan, self._folder)
+        arguments = (portable, self.store, server, self._folder, context.Barrier(self.workers))
+        self._pool = ProcessPoolExecutor(self.workers, context, initializer=_begin, initargs=arguments)
         try:
-            pipe.send(message)
-        except OSError:
-            self._lost(pipe, "before it was given a turn")
+            # Waited for here, so that it is not counted as part of the first round.
+            self._processes = list(self._pool.map(_ready, range(self.workers)))
+        except BrokenProcessPool:
+            self._lost("while they started")
 
-    def _receive(self, pipe: Connection, turn: str, arguments: tuple[Any, ...]) -> Any:
+    def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
+        """The replies in the order of the tasks; the longest ones begin first, several short ones are one message."""
+        assert self._pool is not None, "publish comes first"
+        order = range(len(tasks)) if costs is None else sorted(range(len(tasks)), key=lambda i: -costs[i])
+        size = max(1, len(tasks) // (_MESSAGES * self.workers))
+        messages = [order[begin : begin + size] for begin in range(0, len(tasks), size)]
+        place = {i: (number, j) for number, message in enumerate(messages) for j, i in enumerate(message)}
         try:
-            result, trace = pipe.recv()
-        except (EOFError, OSError):
-            self._lost(pipe, f"during {turn}{arguments[:2]}")
-        if trace is not None:
-            self.close()
-            if hasattr(result, "add_note"):  # Python 3.11
-                result.add_note(trace)
-            raise result
-        if isinstance(result, Turned):
-            result = result._replace(sent=_taken(result.sent), kept=_taken(result.kept))
-        return result
+            found = [self._pool.submit(_carry_out, [self._portable(tasks[i]) for i in some]) for some in messages]
+            for i in range(len(tasks)):
+                number, j = place[i]
+                yield found[number].result()[j]
+        except BrokenProcessPool:
+            self._lost(f"in the stage {tasks[0].stage!r} of round {tasks[0].round}")
 
-    def _lost(self, pipe: Connection, when: str) -> NoReturn:
-        process = self._processes[self._pipes.index(pipe)]
-        process.join(timeout=5)
-        code = process.exitcode
+    def _portable(self, task: Task) -> Task:
+        """A task whose vectors are all in files."""
+        if not task.sent and task.received is None:
+            return task
+
+        def in_slots(vectors: Mapping[str, Vector], kind: str) -> dict[str, Vector]:
+            return {
+                name: self._slots.write(f"{kind}-{task.client}-{name}", v) if isinstance(v, Tensor) else v
+                for name, v in vectors.items()
+            }
+
+        received = None if task.received is None else in_slots(task.received, "received")
+        return dataclasses.replace(task, sent=in_slots(task.sent, "task"), received=received)
+
+    def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
+        """Of what the workers have written; of a mapped store's uploads in pieces."""
+        fetched = [self.fetch(v) if isinstance(v, Tensor) or v in self._slots else v for v in vectors]
+        return super().average(fetched, weights, normalize)
+
+    def fetch(self, vector: Vector) -> Tensor:
+        """The vector where a worker wrote it."""
+        if isinstance(vector, MappedTensor) and vector in self._slots:
+            return self._slots.read(vector)
+        return super().fetch(vector)
+
+    def release(self, vector: Vector) -> None:
+        """Remove its file, unless that is a slot."""
+        if not isinstance(vector, MappedTensor) or vector not in self._slots:
+            super().release(vector)
+
+    def state(self) -> dict[str, Tensor]:
+        """What the store has."""
+        return self.store.tensors()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the store to it."""
+        self.store.restore(tensors)
+
+    def _lost(self, when: str) -> NoReturn:
         self.close()
         raise RuntimeError(
-            f"a worker process ended {when} with exit code {code}"
-            + (" (killed: out of memory?)" if code == -signal.SIGKILL else "")
-            + "; use fewer workers, or workers=1 to see the error itself"
+            f"a worker process ended {when} (killed: out of memory? a script without `if __name__ == '__main__':`?); "
+            "use fewer workers, or workers=1 to see the error itself"
         )
 
     def close(self) -> None:
         """End the workers."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                if process.pid in self._processes:
+                    process.kill()  # it has nothing to lose; torch takes a second to end by itself
+                    process.join()

@@ -1,45 +1,65 @@
-"""Clients' state, client sampling, the round loop, checkpoints."""
+"""The federation: what a method is, what a client and the server see, the round loop, checkpoints."""
 
 from .checkpoint import DamagedCheckpoint, ForeignCheckpoint
 from .client import Batch, Client, classification_loss
-from .clock import PROTOCOLS, Clock, Device, Span, Timeline, Work
-from .federation import Federation, Interrupted, Settings, selected_clients
-from .method import Method, Uploads, option
-from .model import WorkingModel, joined
+from .clock import PROTOCOLS, Clock, Device, Span, Timeline, clock_of
+from .engine import Engine, InProcess
+from .evaluation import ClientResult
+from .federation import Federation, Record
+from .interruption import Interrupted
+from .messages import Diverged, Reply, Stage, Task, Work
+from .method import Method
+from .model import Part, WorkingModel
+from .options import Options, option
+from .plan import Plan
+from .rounds import selected_clients
+from .runtime import ClientRuntime
 from .server import Server
+from .settings import Settings
+from .steps import Steps, fine_tune, local_length, mean_loss, sam
 from .store import ClientStore
 from .streams import seed_of, stream
-from .training import fine_tune, local_length, local_sgd, loss_and_gradients
-from .turns import Buffers, Diverged
+from .uploads import Uploads
 
 __all__ = [
     "PROTOCOLS",
     "Batch",
-    "Buffers",
     "Client",
+    "ClientResult",
+    "ClientRuntime",
     "ClientStore",
     "Clock",
     "DamagedCheckpoint",
     "Device",
     "Diverged",
+    "Engine",
     "Federation",
     "ForeignCheckpoint",
+    "InProcess",
     "Interrupted",
     "Method",
+    "Options",
+    "Part",
+    "Plan",
+    "Record",
+    "Reply",
     "Server",
     "Settings",
     "Span",
+    "Stage",
+    "Steps",
+    "Task",
     "Timeline",
     "Uploads",
     "Work",
     "WorkingModel",
     "classification_loss",
+    "clock_of",
     "fine_tune",
-    "joined",
     "local_length",
-    "local_sgd",
-    "loss_and_gradients",
+    "mean_loss",
     "option",
+    "sam",
     "seed_of",
     "selected_clients",
     "stream",

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["DamagedCheckpoint", "ForeignCheckpoint", "digest", "load", "newest", "save"]
+__all__ = ["Checkpoints", "DamagedCheckpoint", "ForeignCheckpoint", "digest", "load", "newest", "save"]
 
 _FORMAT = "pfl_ext checkpoint 1"
+_LATE = 60.0  # seconds after which a checkpoint is due however few rounds there were
 _NAME = re.compile(r"checkpoint-(\d{8})\.safetensors")
 
 
@@ -139,3 +141,30 @@ def newest(folder: Path, identity: Mapping[str, Any]) -> tuple[dict[str, Any], d
     if paths:
         raise DamagedCheckpoint(f"no checkpoint in {folder} is good; begin anew in another folder")
     return None
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they are.
+        identity: what a run that wants to go on from here must have in common with this one.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        """See the class."""
+        self.folder, self.identity = folder, identity
+        self._saved_at = time.monotonic()
+
+    def late(self) -> bool:
+        """Whether the last one is more than a minute ago."""
+        return time.monotonic() - self._saved_at > _LATE
+
+    def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write one; see :func:`save`."""
+        save(self.folder, step, self.identity, state, tensors)
+        self._saved_at = time.monotonic()
+
+    def newest(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """State and tensors of the newest good one; see :func:`newest`."""
+        return newest(self.folder, self.identity)

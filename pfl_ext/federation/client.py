@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_ext.data import AUGMENTATIONS, Dataset, Partition
+from pfl_ext.data import AUGMENTATIONS, Dataset
 
+from .messages import Stage
 from .model import WorkingModel
-from .privacy import Privacy, sampling
+from .privacy import sampling
+from .settings import Privacy, Settings
 from .store import ClientStore
 from .streams import stream
 
-__all__ = ["Batch", "Client", "classification_loss"]
+__all__ = ["Batch", "Client", "Rows", "classification_loss", "logits_of"]
 
 _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
@@ -31,6 +33,14 @@ class Batch(NamedTuple):
     """Where the samples stand in ``client.train``, for what is kept for each of them (a teacher's logits)."""
 
 
+class Rows(NamedTuple):
+    """Indices of a client's samples."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
 def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy; for multi-label targets [n, labels] the mean binary one."""
     if targets.dim() == 2:
@@ -39,7 +49,7 @@ def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Client:
-    """One client's data, its kept vectors, its random streams, and the working model.
+    """One client's data, the vectors it keeps, its random streams, and the working model.
 
     ``client["personal"]`` is a vector the client keeps between rounds, as it was when the turn began or as the method
     has set it since. What a method sets is kept when its turn ends without an error, and not before.
@@ -47,40 +57,35 @@ class Client:
     Attributes:
         index: the client's number.
         round: the round, from 1.
+        stage: what the turn is for, the stage of its task; ``"personal"`` also beside the upload of ``"train"``.
         model: the working model. It holds whatever the last client left: load a state first.
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
-        part: ``"generic"`` up to the upload, ``"personal"`` beside it.
-        trained: for each part how many samples :meth:`batches` has given, for the clock.
         privacy: the options of differential privacy, None without.
+        trained: how many samples :meth:`batches` has given for what is sent, and for the client's own model.
+        trained_parameters: how many parameters were trained, each as often as there are models of it.
     """
 
     def __init__(
         self,
         index: int,
         round: int,
+        stage: Stage,
         model: WorkingModel,
         dataset: Dataset,
-        partition: Partition,
+        rows: Rows,
         store: ClientStore,
-        seed: int,
-        augmentation: str = "none",
-        privacy: Privacy | None = None,
-        drop_last: bool = False,
+        settings: Settings,
     ) -> None:
-        """Made by the engine."""
-        self.privacy, self._drop_last = privacy, drop_last
-        self.index, self.round, self.model = index, round, model
-        self.train = partition.train[index]
-        self.validation = partition.validation[index]
-        self.test = partition.test[index]
+        """Made by the runtime."""
+        self.index, self.round, self.stage, self.model = index, round, stage, model
+        self.train, self.validation, self.test = rows
+        self.privacy: Privacy | None = settings.privacy
         self.report: dict[str, float] = {}
-        self.part = "generic"
-        self.trained = {"generic": 0, "personal": 0}
+        self.trained, self.trained_personally, self.trained_parameters = 0, 0, 0
+        self._dataset, self._store, self._settings = dataset, store, settings
         self._most_steps: int | None = None
         self._most_samples: int | None = None
-        self._dataset, self._store, self._seed = dataset, store, seed
-        self._augment = AUGMENTATIONS[augmentation] if augmentation != "none" else None
         self._set: dict[str, Tensor] = {}
 
     @property
@@ -89,13 +94,13 @@ class Client:
         return len(self.train)
 
     def __getitem__(self, name: str) -> Tensor:
-        """A kept vector: not to be changed in place."""
+        """A vector that the client keeps: not to be changed in place."""
         return self._set[name] if name in self._set else self._store.read(self.index, name)
 
     def __setitem__(self, name: str, vector: Tensor) -> None:
-        """Keep ``vector`` under a name that the method's ``client_state`` has."""
+        """Keep ``vector`` under a name that the method's ``keeps`` has."""
         if name not in self._store.initial:
-            raise KeyError(f"{name} is not in client_state, which has: {', '.join(self._store.names) or 'nothing'}")
+            raise KeyError(f"{name} is not in what the method keeps: {', '.join(self._store.names) or 'nothing'}")
         self._set[name] = vector
 
     def __contains__(self, name: object) -> bool:
@@ -103,11 +108,10 @@ class Client:
         known = isinstance(name, str) and name in self._store.initial
         return name in self._set or (known and self._store.written(self.index, str(name)))
 
-    def commit(self) -> None:
-        """Keep what was set (the engine does this at the end of a turn)."""
-        for name, vector in self._set.items():
-            self._store.write(self.index, name, vector)
-        self._set.clear()
+    @property
+    def changes(self) -> dict[str, Tensor]:
+        """What was set in this turn."""
+        return self._set
 
     def label_counts(self) -> Tensor:
         """How many training samples the client has of each class."""
@@ -117,27 +121,35 @@ class Client:
 
     def stream(self, name: str) -> torch.Generator:
         """A random stream of this client in this round, at its beginning."""
-        return stream(self._seed, name, self.round, self.index)
+        return stream(self._settings.seed, name, self.round, self.index)
 
-    def begin_personal(self, most_steps: int | None = None, samples: int | None = None) -> None:
-        """The upload is on its way (the engine says so); from now on what is trained is the client's own.
+    def begin_personal(self, most_samples: int | None = None) -> None:
+        """From now on what is trained is the client's own (the runtime says so).
 
         Args:
-            most_steps: an end to the personal steps of this turn.
-            samples: as many as are trained on until the new model arrives, in place of the epochs or steps asked for.
+            most_samples: as many as are trained on until the new model arrives, in place of the epochs or steps asked
+                for.
         """
-        self.part = "personal"
-        self._most_steps, self._most_samples = most_steps, samples
+        if self.stage == "train":
+            self.stage = "personal"
+        self._most_steps, self._most_samples = self._settings.personal_cap or None, most_samples
+
+    def trains(self, params: Sequence[Tensor]) -> None:
+        """Count these parameters as trained in this turn (:class:`~.steps.Steps` does)."""
+        self.trained_parameters += sum(p.numel() for p in params)
 
     def _goes_on(self, samples: int) -> bool:
         """Whether a batch of so many samples fits into the turn, and count it if it does."""
-        if self._most_samples is not None and self.trained["personal"] + samples > self._most_samples:
+        if self.stage == "train":
+            self.trained += samples
+            return True
+        if self._most_samples is not None and self.trained_personally + samples > self._most_samples:
             return False
         if self._most_steps is not None:
             if self._most_steps == 0:
                 return False
             self._most_steps -= 1
-        self.trained[self.part] += samples
+        self.trained_personally += samples
         return True
 
     def batches(
@@ -150,7 +162,8 @@ class Client:
         smaller; if it is a single sample, which batch normalisation cannot take, it is left out for a network that
         has such layers (unless it is the whole pass). With the setting ``drop_last`` every smaller one is left out.
         """
-        order, augmentation = self.stream(name), self.stream(f"{name}/augmentation")
+        order, augmented = self.stream(name), self._augmentation(name)
+        drop_last = self._settings.drop_last
         skip_single = self.model.has_batch_norm and self.samples > 1
         taken, passes = 0, 0
         until_arrival = self._most_samples is not None
@@ -164,14 +177,12 @@ class Client:
                 for rows, inputs, targets in zip(*(part.split(batch_size) for part in several), strict=True):
                     if skip_single and len(rows) == 1 and batch_size > 1:
                         continue
-                    if self._drop_last and len(rows) < min(batch_size, self.samples):
+                    if drop_last and len(rows) < min(batch_size, self.samples):
                         continue
                     if not self._goes_on(len(rows)):
                         return
-                    if self._augment is not None:
-                        inputs = self._augment(inputs, augmentation)
                     taken += 1
-                    yield Batch(inputs, targets, rows)
+                    yield Batch(augmented(inputs), targets, rows)
                     if taken == steps and not until_arrival:
                         return
 
@@ -182,36 +193,45 @@ class Client:
 
         As many as :meth:`batches` would give. One may be empty: that many samples are what privacy must not tell.
         """
-        order, augmentation = self.stream(name), self.stream(f"{name}/augmentation")
+        order, augmented = self.stream(name), self._augmentation(name)
         rate, batches = sampling(self.samples, batch_size)
         for _ in range(epochs * batches if steps is None else steps):
             rows = (torch.rand(self.samples, generator=order) < rate).nonzero().flatten()
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
-            if self._augment is not None:
-                inputs = self._augment(inputs, augmentation)
-            yield Batch(inputs, targets, rows)
+            yield Batch(augmented(inputs), targets, rows)
 
-    @torch.no_grad()
+    def _augmentation(self, name: str) -> Callable[[Tensor], Tensor]:
+        """What becomes of a batch's inputs, by a stream of its own."""
+        if self._settings.augmentation == "none":
+            return lambda inputs: inputs
+        augment, random = AUGMENTATIONS[self._settings.augmentation], self.stream(f"{name}/augmentation")
+        return lambda inputs: augment(inputs, random)
+
     def logits(self, indices: Tensor, dataset: Dataset | None = None) -> tuple[Tensor, Tensor]:
         """Logits and targets of these samples by the working model as it is, in evaluation mode.
 
         The samples are the run's, or those of another dataset.
         """
-        dataset = self._dataset if dataset is None else dataset
-        training = self.model.module.training
-        self.model.module.eval()
-        parts, targets = [], []
-        for part in indices.split(_EVALUATION_BATCH):
-            x, y = dataset.batch(part)
-            parts.append(self.model(x))
-            targets.append(y)
-        self.model.module.train(training)
-        return torch.cat(parts), torch.cat(targets)
+        return logits_of(self.model, self._dataset if dataset is None else dataset, indices)
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
         if len(indices) == 0:
             return float("nan")
         return float(classification_loss(*self.logits(indices)))
+
+
+@torch.no_grad()
+def logits_of(model: WorkingModel, dataset: Dataset, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and targets of these samples by a model as it is, in evaluation mode."""
+    training = model.module.training
+    model.module.eval()
+    parts, targets = [], []
+    for part in indices.split(_EVALUATION_BATCH):
+        x, y = dataset.batch(part)
+        parts.append(model(x))
+        targets.append(y)
+    model.module.train(training)
+    return torch.cat(parts), torch.cat(targets)

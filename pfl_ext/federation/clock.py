@@ -1,11 +1,11 @@
 """A virtual clock: how long a run would take on clients' devices and links, whatever machine simulates it.
 
 Client k trains ``compute`` seconds on a sample, sends ``up`` and receives ``down`` bytes a second, each message after
-``latency`` seconds. A turn that trains g samples of the generic and p of the personal model takes
+``latency`` seconds. A turn that trains g samples of the model that is sent and p of the personal one takes
 
 ==========  ============================================  ==============================
 receive     download  d                                   latency + bytes / down
-generic     GMUpdate  g                                   compute * samples
+train       GMUpdate  g                                   compute * samples
 personal    PMUpdate  p                                   compute * samples
 send        upload    u                                   latency + bytes / up
 ==========  ============================================  ==============================
@@ -14,9 +14,9 @@ and the server aggregates in a seconds once it has what all clients of the round
 co-distillation (Figure 2) differ in what a client does while its model travels:
 
 - ``compute-and-wait``: d, g, p, u one after the other.
-- ``wait-free``: d, g, then p beside u; the next turn begins when the new generic model has arrived *and* the personal
+- ``wait-free``: d, g, then p beside u; the next turn begins when the new global model has arrived *and* the personal
   steps are done.
-- ``until-arrival``: the same, with as many personal steps as fit before the new generic model arrives, in place of
+- ``until-arrival``: the same, with as many personal steps as fit before the new global model arrives, in place of
   those that were asked for. (The paper says both: Algorithm 1 has a number of steps, its Section 3.5 has this.)
 
 In the first two a synchronous run's numbers do not depend on the protocol or on the clock, so one run has both
@@ -30,15 +30,17 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
+from .messages import Protocol, Work
+from .settings import ClockOptions
 from .streams import stream
 
-__all__ = ["PROTOCOLS", "Clock", "Device", "Span", "Timeline", "Work"]
+__all__ = ["PROTOCOLS", "Clock", "Device", "Span", "Timeline", "clock_of"]
 
-PROTOCOLS = ("compute-and-wait", "wait-free", "until-arrival")
+PROTOCOLS: tuple[str, ...] = get_args(Protocol)
 
 
 class Device(NamedTuple):
@@ -54,28 +56,12 @@ class Device(NamedTuple):
     """Seconds before the first byte arrives, either way."""
 
 
-class Work(NamedTuple):
-    """What a client did in a turn, in quantities that no clock is needed for."""
-
-    client: int
-    generic: int
-    """Samples trained on before the upload: a sample counts as often as it was taken."""
-    personal: int
-    """Samples trained on beside it."""
-    up: int
-    """Bytes sent; 0: the server does not wait for this client."""
-    down: int
-    """Bytes received."""
-    begin: float = 0.0
-    """When the server sent, in an asynchronous run; elsewhere it follows from the rounds before."""
-
-
 class Span(NamedTuple):
     """One thing a client did, and when."""
 
     client: int
     what: str
-    """``"receive"``, ``"generic"``, ``"personal"`` or ``"send"``."""
+    """``"receive"``, ``"train"``, ``"personal"`` or ``"send"``."""
     begin: float
     end: float
 
@@ -166,7 +152,7 @@ class Clock:
         return samples * self.devices[client].compute
 
     def turn(self, work: Work, begin: float, wait_free: bool, free: float = 0.0) -> list[Span]:
-        """A turn: receive, generic, personal, send.
+        """A turn: receive, train, personal, send.
 
         Args:
             work: what it does.
@@ -177,15 +163,24 @@ class Clock:
         k = work.client
         arrived = begin + self.receive(work)
         ready = max(arrived, free)
-        trained = ready + self.train(k, work.generic)
+        trained = ready + self.train(k, work.trained)
         personal = trained + self.train(k, work.personal)
         sending = trained if wait_free else personal
         return [
             Span(k, "receive", begin, arrived),
-            Span(k, "generic", ready, trained),
+            Span(k, "train", ready, trained),
             Span(k, "personal", trained, personal),
             Span(k, "send", sending, sending + self.send(work)),
         ]
+
+
+def clock_of(options: ClockOptions, clients: int, seed: int) -> Clock:
+    """The clock for so many clients; without one (``none``) that of equal clients, which only orders events."""
+    if options.clock == "trace":
+        return Clock.trace(Path(options.clock_trace), clients, options.clock_aggregation)
+    median = Device(options.clock_compute, options.clock_up, options.clock_down, options.clock_latency)
+    spread = options.clock_spread if options.clock == "log-normal" else 0.0
+    return Clock.drawn(clients, median, spread, seed, options.clock_aggregation)
 
 
 class Timeline:
@@ -222,11 +217,19 @@ class Timeline:
         spans = self._spans(works)
         aggregated = self._aggregated(works, spans)
         found = []
-        for work, (_, generic, _, _) in zip(works, spans, strict=True):
-            idle = aggregated + self.clock.receive(work) - generic.end
+        for work, (_, train, _, _) in zip(works, spans, strict=True):
+            idle = aggregated + self.clock.receive(work) - train.end
             # The last bit of a quotient must not cost a sample.
             found.append(math.floor(idle / self.clock.devices[work.client].compute * (1 + 1e-12)))
         return found
+
+    def state(self) -> list[float]:
+        """Everything to save."""
+        return [self.time, self._sends, *self._free]
+
+    def restore(self, state: Sequence[float]) -> None:
+        """Go on from what :meth:`state` gave."""
+        self.time, self._sends, *self._free = state
 
     def _spans(self, works: Sequence[Work]) -> list[list[Span]]:
         return [self.clock.turn(work, self._sends, self.wait_free, self._free[work.client]) for work in works]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import shutil
 import tempfile
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ __all__ = ["LARGE", "MappedTensor", "opened", "scratch_folder"]
 
 LARGE = 1 << 16
 """Bytes from which a tensor is worth a file of its own."""
+_PREFIX, _LOCK = "pfl_ext-", "owner.lock"
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,33 @@ def opened(vector: Tensor | MappedTensor) -> Tensor:
 
 
 def scratch_folder(owner: object, size: int) -> Path:
-    """A folder for files of ``size`` bytes that lives as long as ``owner``, in memory where that much is free."""
+    """A folder for files of ``size`` bytes that lives as long as ``owner``, in memory where that much is free.
+
+    What processes that were killed have left there is removed.
+    """
     memory = Path("/dev/shm")
+    if memory.is_dir():
+        _remove_abandoned(memory)
     # Containers often have 64 MB there, and writing beyond it kills the process.
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 2 * size
-    folder = Path(tempfile.mkdtemp(prefix="pfl_ext-", dir=memory if roomy else None))
-    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory if roomy else None))
+    # The lock ends with the process, however that ends. A process id would not tell: another container may share
+    # this memory and have other ids.
+    lock = (folder / _LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    weakref.finalize(owner, _remove, folder, lock)
     return folder
+
+
+def _remove(folder: Path, lock: TextIO) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
+
+
+def _remove_abandoned(memory: Path) -> None:
+    """Remove the folders whose owners are dead: nobody holds their lock."""
+    for folder in memory.glob(f"{_PREFIX}*"):
+        # A folder without a lock is being made, or is not ours.
+        with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +18,15 @@ from torch.func import functional_call, grad_and_value, vmap
 from pfl_ext.nn import FrozenBatchNorm2d
 
 from .model import WorkingModel
+from .settings import Privacy
 
-__all__ = ["PRIVATE_STEPS", "Privacy", "epsilon", "private_gradients", "refuse_batch_norm", "sampling"]
+__all__ = ["PRIVATE_STEPS", "epsilon", "private_gradients", "refuse_batch_norm", "sampling"]
 
 PRIVATE_STEPS = "pfl_ext.private_steps"
 """The name under which a client keeps how many steps it has taken on its data."""
 
 _NUMBERS = 1 << 26  # gradients of single samples that are in memory at once
 _ORDERS = (*(1 + x / 10 for x in range(1, 100)), *map(float, range(12, 64)))
-
-
-@dataclass(frozen=True)
-class Privacy:
-    """The options of DP-SGD."""
-
-    noise: float
-    """Standard deviation of the noise in units of the clipping norm."""
-    clip: float
-    """Norm that a sample's gradient is clipped to."""
-    delta: float
-    """The probability with which the guarantee may fail."""
 
 
 def sampling(samples: int, batch_size: int) -> tuple[float, int]:
@@ -99,11 +87,11 @@ def private_gradients(
             break
         gradients, losses = each(values, x, y)
         norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
-        factors = (privacy.clip / norms.clamp(min=privacy.clip)).to(model.dtype)
+        factors = (privacy.dp_clip / norms.clamp(min=privacy.dp_clip)).to(model.dtype)
         for name, g in gradients.items():
             sums[name] += torch.tensordot(factors, g, 1)
         total += losses.sum()
-    scale = privacy.noise * privacy.clip
+    scale = privacy.dp_noise * privacy.dp_clip
     found = []
     for value in sums.values():
         random = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=noise.device).to(value.device)

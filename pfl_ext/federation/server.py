@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from pfl_ext.data import Dataset
 
 from .model import WorkingModel
+from .settings import Settings
 from .streams import stream
 
 __all__ = ["Server"]
@@ -23,10 +23,10 @@ class Server(dict[str, Tensor]):
     and random streams that depend on the run's seed, their name and the round alone.
 
     Args:
-        vectors: what the server keeps, as it is before the first round.
         module: the network; a copy of it becomes the working model when that is first asked for.
-        seed: the run's.
+        settings: the run's.
         clients: how many clients the federation has.
+        auxiliary, held_out: see below.
 
     Attributes:
         clients: as given.
@@ -36,24 +36,31 @@ class Server(dict[str, Tensor]):
         held_out: labelled samples that the partition leaves to the server, None where there are none.
     """
 
-    def __init__(self, vectors: Mapping[str, Tensor], module: nn.Module, seed: int, clients: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        clients: int,
+        auxiliary: Dataset | None = None,
+        held_out: Dataset | None = None,
+    ) -> None:
         """See the class."""
-        super().__init__(vectors)
+        super().__init__()
         self.clients = clients
         self.round = 0
         self.report: dict[str, float] = {}
-        self.auxiliary: Dataset | None = None
-        self.held_out: Dataset | None = None
-        self._module, self._seed = module, seed
+        self.auxiliary, self.held_out = auxiliary, held_out
+        self._module, self._settings = module, settings
         self._model: WorkingModel | None = None
 
     @property
     def model(self) -> WorkingModel:
         """The server's working model. It holds whatever the last round left: load a state first."""
         if self._model is None:
-            self._model = WorkingModel(copy.deepcopy(self._module))
+            s = self._settings
+            self._model = WorkingModel(copy.deepcopy(self._module), s.local_buffers, s.server_buffers)
         return self._model
 
     def stream(self, name: str) -> torch.Generator:
         """A random stream of this round, at its beginning."""
-        return stream(self._seed, f"server/{name}", self.round)
+        return stream(self._settings.seed, f"server/{name}", self.round)

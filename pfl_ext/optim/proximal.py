@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,24 +81,44 @@ class ProximalSGD(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if group["momentum"] == 0:
-                self._update(group, params, [], first=False)
-                continue
-            # Parameters whose buffer is yet to begin, and the others.
-            starting = [p for p in params if "momentum_buffer" not in self.state[p]]
-            running = [p for p in params if "momentum_buffer" in self.state[p]]
-            buffers = [torch.empty_like(p) for p in starting]
-            self._update(group, starting, buffers, first=True)
-            for p, buffer in zip(starting, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
-            self._update(group, running, [self.state[p]["momentum_buffer"] for p in running], first=False)
+            self._step(group, params, [p.grad for p in params if p.grad is not None])
         return loss
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], buffers: list[Tensor], first: bool) -> None:
+    @torch.no_grad()
+    def step_along(self, gradients: Sequence[Tensor]) -> None:
+        """One step by these gradients, one for each parameter in the groups' order, in place of those in ``.grad``.
+
+        For loops that have their gradients from ``torch.autograd.grad``.
+        """
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if len(gradients) != count:
+            raise ValueError(f"{len(gradients)} gradients for {count} parameters")
+        begin = 0
+        for group in self.param_groups:
+            params = group["params"]
+            self._step(group, params, list(gradients[begin : begin + len(params)]))
+            begin += len(params)
+
+    def _step(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
+        if group["momentum"] == 0:
+            self._update(group, params, gradients, [], first=False)
+            return
+        buffers = [self.state[p].get("momentum_buffer") for p in params]
+        # Parameters whose buffer is yet to begin, and the others.
+        for first in (True, False):
+            chosen = [i for i, buffer in enumerate(buffers) if (buffer is None) == first]
+            own = [torch.empty_like(params[i]) if first else buffers[i] for i in chosen]
+            self._update(group, [params[i] for i in chosen], [gradients[i] for i in chosen], own, first=first)
+            for i, buffer in zip(chosen, own, strict=True):
+                self.state[params[i]]["momentum_buffer"] = buffer
+
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], first: bool
+    ) -> None:
         if params:
             proximal_sgd_step_(
                 params,
-                [p.grad for p in params],  # type: ignore[misc]
+                gradients,
                 [self.state[p]["anchor"] for p in params] if group["lam"] != 0 else [],
                 group["lr"],
                 group["lam"],

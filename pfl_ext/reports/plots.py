@@ -286,7 +286,7 @@ def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     return density
 
 
-_ACTIVITIES = {"generic": _COLOURS[0], "personal": _COLOURS[1], "send": _COLOURS[2], "receive": _COLOURS[5]}
+_ACTIVITIES = {"train": _COLOURS[0], "personal": _COLOURS[1], "send": _COLOURS[2], "receive": _COLOURS[5]}
 
 
 def timeline(panels: Mapping[str, Sequence[tuple[int, str, float, float]]], path: str | os.PathLike[str]) -> None:
@@ -295,7 +295,7 @@ def timeline(panels: Mapping[str, Sequence[tuple[int, str, float, float]]], path
     Of a client's two lanes the upper one is its device, the lower one its link.
 
     Args:
-        panels: For each protocol ``(client, what, begin, end)``, what being generic, personal, send or receive.
+        panels: For each protocol ``(client, what, begin, end)``, what being train, personal, send or receive.
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
 
     Raises:
@@ -311,7 +311,7 @@ def timeline(panels: Mapping[str, Sequence[tuple[int, str, float, float]]], path
     every = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (protocol, spans) in zip(every, panels.items(), strict=True):
         for what, colour in _ACTIVITIES.items():
-            lane = -0.4 if what in ("generic", "personal") else 0.02
+            lane = -0.4 if what in ("train", "personal") else 0.02
             for client in clients:
                 bars = [(begin, end - begin) for k, name, begin, end in spans if k == client and name == what]
                 axes.broken_barh(bars, (row[client] + lane, 0.38), color=colour, linewidth=0)

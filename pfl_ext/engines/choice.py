@@ -1,0 +1,30 @@
+"""Which engine a run has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pfl_ext.federation import Engine, InProcess, Options, option
+
+from .workers import Workers
+
+__all__ = ["EngineOptions", "make_engine"]
+
+
+@dataclass(frozen=True)
+class EngineOptions(Options):
+    """Where clients' turns run; it has no influence on results."""
+
+    workers: int = option(
+        1, "processes that train clients side by side; the results are the same to the bit", identity=False
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        super().__post_init__()
+        self.check("workers", self.workers >= 1, "of 1 or more")
+
+
+def make_engine(options: EngineOptions) -> Engine:
+    """The engine that these options name."""
+    return Workers(options.workers) if options.workers > 1 else InProcess()

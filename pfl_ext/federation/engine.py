@@ -1,0 +1,104 @@
+"""Where clients' turns run: what an engine is, and the plainest one, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from .mapped import LARGE, MappedTensor, scratch_folder
+from .messages import Reply, Task, Vector
+from .plan import Plan
+from .runtime import ClientRuntime, threads_of_a_turn
+from .store import ClientStore
+from .uploads import Here, VectorAccess
+
+__all__ = ["Engine", "InProcess"]
+
+
+class Engine(VectorAccess, Protocol):
+    """Runs clients' tasks and owns what clients keep. ``docs/extending.md`` shows how to write one.
+
+    What comes out of a run does not depend on the engine, to the bit.
+    """
+
+    def start(self, plan: Plan) -> None:
+        """Make clients' runtimes, each client with its initial vectors. Called once, before all others."""
+
+    def publish(self, server: Mapping[str, Tensor]) -> None:
+        """Make the server's vectors visible to the tasks that follow."""
+
+    def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
+        """The replies, in the order of the tasks.
+
+        ``costs`` says how long each takes, in any unit, so that none of the longest is left alone at the end.
+        """
+
+    def state(self) -> dict[str, Tensor]:
+        """What clients keep, to save it: as :meth:`ClientStore.tensors` gives it."""
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set it to what :meth:`state` gave, of this engine or of any other."""
+
+    def close(self) -> None:
+        """End whatever was started. It may be called twice, and before :meth:`start`."""
+
+
+class InProcess(Here):
+    """All tasks in this process, one after the other."""
+
+    def start(self, plan: Plan) -> None:
+        """One runtime for all clients."""
+        mapped = plan.settings.store == "mapped"
+        self._threads = plan.settings.threads
+        model = plan.working_model()
+        folder = store_folder(self, plan) if mapped else None
+        self.store = ClientStore(len(plan.rows), plan.kept(model), folder)
+        # With all clients selected uploads are as large as what is kept: in files too.
+        self._uploads: Path | None = scratch_folder(self, 1 << 62) if mapped else None
+        self.runtime = ClientRuntime(plan, self.store, self._deliver)
+
+    def _deliver(self, task: Task, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
+        return vectors if self._uploads is None else in_files(vectors, self._uploads, task, kind)
+
+    def publish(self, server: Mapping[str, Tensor]) -> None:
+        """Let the runtime see them."""
+        self.runtime.server = server
+
+    def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
+        """The replies, one after the other."""
+        for task in tasks:
+            # Not across the yield: whoever takes the replies computes with all threads.
+            with threads_of_a_turn(self._threads):
+                reply = self.runtime(task)
+            yield reply
+
+    def state(self) -> dict[str, Tensor]:
+        """What the store has."""
+        return self.store.tensors()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the store to it."""
+        self.store.restore(tensors)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def store_folder(owner: object, plan: Plan) -> Path:
+    """Where a mapped store has its files: the run's folder, or one that lives as long as the engine."""
+    return scratch_folder(owner, 1 << 62) if plan.folder is None else plan.folder / "clients.store"
+
+
+def in_files(
+    vectors: Mapping[str, Tensor], folder: Path, task: Task, kind: str, large: int = LARGE
+) -> Mapping[str, Vector]:
+    """Vectors with those of at least ``large`` bytes in files of their own."""
+    return {
+        name: MappedTensor.copy(vector, folder / f"{kind}-{name}-{task.client}-{task.round}")
+        if vector.nbytes >= large
+        else vector
+        for name, vector in vectors.items()
+    }

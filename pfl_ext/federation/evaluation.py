@@ -1,0 +1,129 @@
+"""The evaluation of a round: what all clients' models come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.metrics import classification_metrics, mean_metrics, summarize
+
+from .engine import Engine
+from .messages import Reply, SharedTest, Task
+from .settings import Settings
+
+__all__ = ["SPLITS", "ClientResult", "Evaluator"]
+
+SPLITS = ("train", "validation", "test")
+"""The parts of a client's data."""
+_GLOBAL_TEST_PART = 2048  # samples of the global test set in one task
+
+Models = dict[str, dict[str, dict[str, Any]]]
+"""{model: {split: {metric: summary over clients}}}"""
+
+
+class Reports(Protocol):
+    """What clients reported, by their numbers."""
+
+    def __getitem__(self, client: int) -> dict[str, float]:
+        """One client's."""
+
+
+@dataclass
+class ClientResult:
+    """One client in the last evaluation."""
+
+    client: int
+    samples: dict[str, int]
+    """How many it has of each split."""
+    new: bool | None
+    """Whether it is one of those that join late; None where there are none."""
+    metrics: dict[tuple[str, str], dict[str, float]]
+    """By model and split."""
+    report: dict[str, float]
+    """What its method reported of it, the newest of each number."""
+
+
+class Evaluator:
+    """Evaluates all clients' models and the global one.
+
+    Args:
+        engine: runs the clients.
+        settings, partition: the run's.
+        tests: the test sets that belong to no client, as in the run's plan.
+        has_global_model: whether there is a global model.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        partition: Partition,
+        tests: Mapping[str, Sequence[tuple[Dataset, Tensor]]],
+        has_global_model: bool,
+    ) -> None:
+        """See the class."""
+        self.engine, self.settings, self.tests = engine, settings, tests
+        self.sizes = [{split: len(getattr(partition, split)[k]) for split in SPLITS} for k in range(partition.clients)]
+        self._old = partition.clients - settings.new_clients
+        self._has_global_model = has_global_model
+
+    def __call__(self, t: int, reports: Reports) -> tuple[dict[str, Models], list[ClientResult]]:
+        """What a record says of the models after round t, and every client's results with what it reported."""
+        clients = range(len(self.sizes))
+        splits = SPLITS if self.settings.evaluate_train else SPLITS[1:]
+        costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
+        replies = list(self.engine.run([Task(k, t, "evaluate") for k in clients], costs))
+        late = self.settings.new_clients > 0
+        results = [
+            ClientResult(k, self.sizes[k], k >= self._old if late else None, replies[k].metrics, dict(reports[k]))
+            for k in clients
+        ]
+        found = {"models": self._summaries(replies[: self._old])}
+        if self._has_global_model:
+            shared = found["models"].setdefault("global", {})
+            # Extra test sets once, after the last round: they may be large.
+            for test in self.tests if t == self.settings.rounds else ("global_test",):
+                metrics = self._of_global_model(test)
+                if metrics:
+                    shared[test] = metrics
+        if late:
+            found["new_clients"] = self._summaries(replies[self._old :])
+        return found, results
+
+    def _of_global_model(self, test: str) -> dict[str, float]:
+        """Metrics of the global model on a test set: the mean over its parts."""
+        found = []
+        for part, (_, rows) in enumerate(self.tests.get(test, ())):
+            if len(rows):
+                tasks = [Task(0, 0, "test", rows=some) for some in _pieces(test, part, len(rows))]
+                outputs = [reply.outputs for reply in self.engine.run(tasks) if reply.outputs is not None]
+                logits, targets = (
+                    torch.cat([self.engine.fetch(x) for x in both]) for both in zip(*outputs, strict=True)
+                )
+                found.append(classification_metrics(logits, targets))
+        return mean_metrics(found)
+
+    def _summaries(self, replies: Sequence[Reply]) -> Models:
+        models: Models = {}
+        kinds = {
+            (model, split, metric)
+            for reply in replies
+            for (model, split), metrics in reply.metrics.items()
+            for metric in metrics
+        }
+        for model, split, metric in sorted(kinds):
+            values = [reply.metrics.get((model, split), {}).get(metric, math.nan) for reply in replies]
+            weights = [self.sizes[reply.client].get(split, 1) for reply in replies]
+            models.setdefault(model, {}).setdefault(split, {})[metric] = summarize(values, weights)
+        return models
+
+
+def _pieces(test: str, part: int, size: int) -> Iterator[SharedTest]:
+    for begin in range(0, size, _GLOBAL_TEST_PART):
+        yield SharedTest(test, part, begin, min(begin + _GLOBAL_TEST_PART, size))

@@ -1,0 +1,41 @@
+"""Signals: the first one asks a run to stop after its round, the second one does what it did before."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["Interrupted", "interruptible"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was stopped by a signal after a round, and saved if it has a folder."""
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; in other threads than the main one nothing does."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        for other in _SIGNALS:
+            signal.signal(other, before[other])
+
+    for number in _SIGNALS:
+        if before[number] != signal.SIG_IGN or number != signal.SIGHUP:  # nohup: it is to go on
+            signal.signal(number, stop)
+    try:
+        yield asked
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, before[number])

@@ -1,0 +1,53 @@
+"""Everything that clients' turns need, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pfl_ext.data import Dataset
+
+from .client import Rows
+from .method import Method
+from .model import WorkingModel
+from .privacy import PRIVATE_STEPS
+from .settings import Settings
+
+__all__ = ["LOCAL_BUFFERS", "Plan"]
+
+LOCAL_BUFFERS = "pfl_ext.local_buffers"
+"""The name under which a client keeps the buffers that never leave it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine is given: plain data, from which it makes a :class:`~.runtime.ClientRuntime` where clients are."""
+
+    method: Method
+    module: nn.Module
+    """The network with its initial weights."""
+    dataset: Dataset
+    rows: Mapping[int, Rows]
+    """The samples of each client."""
+    settings: Settings
+    tests: Mapping[str, Sequence[tuple[Dataset, Tensor]]] = field(default_factory=dict)
+    """Test sets that belong to no client, each in parts of samples of a dataset: ``"global_test"``, and extra ones."""
+    folder: Path | None = None
+    """Where clients' vectors are kept that are in files; None: where there is room."""
+
+    def kept(self, model: WorkingModel) -> dict[str, Tensor]:
+        """What is kept for each client: the method's vectors, and local buffers and private steps where there are."""
+        kept = self.method.keeps(model)
+        if self.settings.privacy is not None:
+            kept[PRIVATE_STEPS] = torch.zeros(1, dtype=torch.float64)
+        if model.local.any():
+            kept[LOCAL_BUFFERS] = model.state()[model.local]
+        return kept
+
+    def working_model(self) -> WorkingModel:
+        """The network as a working model; it is changed."""
+        return WorkingModel(self.module, self.settings.local_buffers, self.settings.server_buffers)

@@ -1,0 +1,92 @@
+"""What a run must have, checked before anything is done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from pfl_ext.data import Dataset, Partition
+
+from .evaluation import SPLITS
+from .method import Method
+from .privacy import refuse_batch_norm
+from .settings import Compute, Settings
+
+__all__ = ["check_run", "usable_device"]
+
+_COLUMNS = ("local test", "std", "global test", "new clients")  # of a model in the tables of comparisons
+
+
+def usable_device(compute: Compute) -> torch.device:
+    """The device of the settings.
+
+    Raises:
+        ValueError: it cannot be used here; the message says why.
+    """
+    try:
+        device = torch.device(compute.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device is {compute.device!r}, which cannot be used here: {reason}") from None
+    return device
+
+
+def check_run(
+    method: Method,
+    module: nn.Module,
+    dataset: Dataset,
+    partition: Partition,
+    settings: Settings,
+    extra_tests: Mapping[str, Sequence[Dataset]],
+) -> None:
+    """Raise a ValueError if these do not fit together."""
+    if settings.new_clients >= partition.clients:
+        raise ValueError(f"{settings.new_clients} of {partition.clients} clients are to join late")
+    partition.check(dataset)
+    without = [k for k, part in enumerate(partition.validation) if len(part) == 0]
+    if method.needs_validation and without:
+        raise ValueError(
+            f"{type(method).__name__} chooses models on validation data, and {len(without)} of {partition.clients} "
+            f"clients have none (client {without[0]}, say): partition with validation=0.2, or more samples a client"
+        )
+    for name, parts in extra_tests.items():
+        _check_extra_test(name, parts, dataset)
+    if settings.privacy is not None:
+        refuse_batch_norm(module)
+        if not method.private:
+            private = "those whose clients train by plain SGD on the labels, such as fedavg, ditto and perada"
+            raise ValueError(f"{method.name} has no differentially private form; {private} have one")
+
+
+def _check_extra_test(name: str, parts: Sequence[Dataset], ours: Dataset) -> None:
+    taken = (*SPLITS, "global_test", *_COLUMNS)
+    if not re.fullmatch(r"[\w.+-]+( [\w.+-]+)*", name) or name in taken:
+        raise ValueError(
+            f"an extra test set is called {name!r}; letters, digits, spaces and any of . + - _ are accepted, and "
+            f"none of {', '.join(taken)}"
+        )
+    if not sum(map(len, parts)):
+        raise ValueError(f"the extra test set {name} is empty")
+    for part in parts:
+        if len(part.classes) != len(ours.classes) or part.multilabel != ours.multilabel:
+            kinds = [f"{len(d.classes)} {'labels' if d.multilabel else 'classes'}" for d in (part, ours)]
+            raise ValueError(
+                f"the extra test set {name} ({part.name}) has {kinds[0]}, {ours.name!r} has {kinds[1]}; the "
+                "same are accepted (an archive can name them in its classes)"
+            )
+        named = [not all(label.isdigit() for label in d.classes) for d in (part, ours)]
+        if all(named) and part.classes != ours.classes:
+            first = next((a, b) for a, b in zip(part.classes, ours.classes, strict=True) if a != b)
+            raise ValueError(
+                f"the extra test set {name} ({part.name}) has a class {first[0]!r} where {ours.name!r} has "
+                f"{first[1]!r}; the same classes in the same order are accepted"
+            )
+        if part.input_shape != ours.input_shape:
+            raise ValueError(
+                f"samples of the extra test set {name} ({part.name}) are {list(part.input_shape)}, those of "
+                f"{ours.name!r} {list(ours.input_shape)}; Dataset.in_shape_of makes them alike"
+            )

@@ -1,0 +1,245 @@
+"""What happens where a client is: a task comes in, a reply goes out. The same object in every engine."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from pfl_ext.metrics import classification_metrics, mean_metrics, prediction_distance
+from pfl_ext.ops import all_finite
+
+from .client import Client, logits_of
+from .mapped import opened
+from .messages import Diverged, Reply, Stage, Task, Vector, Work
+from .plan import LOCAL_BUFFERS, Plan
+from .store import ClientStore
+from .streams import seed_of
+
+__all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads_of_a_turn"]
+
+Vectors = Mapping[str, Tensor]
+Deliver = Callable[[Task, str, Vectors], Mapping[str, Vector]]
+"""Brings vectors on their way to the server's side, in a file or in memory that processes share: ``"sent"`` ones, or
+``"kept"`` ones of an asynchronous turn."""
+
+
+@contextlib.contextmanager
+def threads_of_a_turn(threads: int) -> Iterator[None]:
+    """That many threads inside, and torch's random state left as it was."""
+    before, random_state = torch.get_num_threads(), torch.get_rng_state()
+    if before != threads:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if before != threads:
+            torch.set_num_threads(before)
+        torch.set_rng_state(random_state)
+
+
+def seed_layers(seed: int, device: torch.device) -> None:
+    """Begin the stream of torch's own generator, from which dropout and the like draw."""
+    # Not torch.manual_seed, which took 147 us with a CUDA build of torch on a machine without a GPU; this 1.5 us.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+class ClientRuntime:
+    """Carries out the tasks of clients, one at a time.
+
+    Args:
+        plan: what clients do, and the data of those that it may be asked for. It owns the plan's module from now on.
+        store: the vectors that these clients keep.
+        deliver: brings uploads on their way; it runs in a thread beside the personal training, unless the protocol is
+            to wait.
+
+    Attributes:
+        server: the server's vectors, as the engine has published them.
+    """
+
+    def __init__(self, plan: Plan, store: ClientStore, deliver: Deliver = lambda task, kind, vectors: vectors) -> None:
+        """See the class."""
+        self.plan, self.store, self.deliver = plan, store, deliver
+        self.method, self.settings = plan.method, plan.settings
+        self.model = plan.working_model()
+        self.server: Vectors = {}
+        self._personal = "personal" in self.method.stages
+        stays = self.model.local | self.model.server
+        self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
+        self._stages: dict[Stage, Callable[[Task, Client, Vectors], Reply]] = {
+            "train": self._train,
+            "personal": self._personalize,
+            "rest": self._personalize,
+            "finish": self._personalize,
+            "evaluate": self._evaluate,
+        }
+
+    def __call__(self, task: Task) -> Reply:
+        """Carry out a task. A divergence is a reply; any other error is raised as it is."""
+        if task.stage == "test":
+            return self._test(task)
+        if task.stage == "keep":
+            for name, vector in task.sent.items():
+                self.store.write(task.client, name, opened(vector))
+            return Reply(task.client)
+        client, received = self.begin(task)
+        try:
+            reply = self._stages[task.stage](task, client, received)
+        except Diverged as error:
+            reply = Reply(task.client, error=error)
+        reply.received = sum(vector.numel() for vector in received.values())
+        up, down = (sum(vector.nbytes for vector in vectors.values()) for vectors in (reply.sent, received))
+        reply.work = Work(task.client, client.trained, client.trained_personally, up, down)
+        reply.trained_parameters = client.trained_parameters
+        return reply
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def begin(self, task: Task) -> tuple[Client, dict[str, Tensor]]:
+        """A client at the beginning of its turn, and what it receives."""
+        settings, k = self.settings, task.client
+        seed_layers(seed_of(settings.seed, "layers", task.round, k), self.model.device)
+        plan = self.plan
+        client = Client(k, task.round, task.stage, self.model, plan.dataset, plan.rows[k], self.store, settings)
+        if task.received is None:
+            received = self.method.sends(self.server, k, task.stage)
+        else:
+            received = {name: opened(vector) for name, vector in task.received.items()}
+        if self._has_local:
+            received = {name: self._with_own_buffers(client, vector) for name, vector in received.items()}
+        return client, received
+
+    def _with_own_buffers(self, client: Client, state: Tensor) -> Tensor:
+        """A state with the buffers that are the client's own, once it has some."""
+        if not self._has_local or state.numel() != self.model.size or LOCAL_BUFFERS not in client:
+            return state
+        state = state.clone()
+        state[self.model.local] = client[LOCAL_BUFFERS]
+        return state
+
+    def _keep_own_buffers(self, client: Client) -> None:
+        if self._has_local:
+            client[LOCAL_BUFFERS] = self.model.state()[self.model.local]
+
+    def _train(self, task: Task, client: Client, received: Vectors) -> Reply:
+        """A selected client's turn, without its personal part where that is a task of its own."""
+        measured = self.settings.evaluate_local
+        before = self._measure(client, "before", received["model"]) if measured and "model" in received else {}
+        sent = self.method.train(client, received)
+        if measured:
+            client.report |= before | self._measure(client, "after", None)
+        for name, vector in sent.items():
+            if not all_finite(vector):
+                raise Diverged(client.index, client.round, f"upload {name!r}")
+            if self._stays is not None and vector.numel() == self.model.size:
+                # What is not one of the server's vectors is a change of one: none, here.
+                vector[self._stays] = self.server[name][self._stays] if name in self.server else 0.0
+        if math.isinf(client.report.get("loss", 0.0)):
+            raise Diverged(client.index, client.round, "loss")
+        self._keep_own_buffers(client)
+        protocol = self.settings.protocol
+        if not self._personal or protocol == "until-arrival":
+            delivered = self.deliver(task, "sent", sent)
+        elif protocol == "compute-and-wait":
+            self._train_personally(client, received, sent)
+            delivered = self.deliver(task, "sent", sent)
+        else:
+            with ThreadPoolExecutor(1, "upload") as uplink:
+                arriving = uplink.submit(self.deliver, task, "sent", sent)
+                self._train_personally(client, received, sent)
+            delivered = arriving.result()
+        reply = Reply(client.index, delivered, report=client.report)
+        if self.method.buffer is None:
+            self._commit(client)
+        else:  # kept when the turn is over by the clock
+            self._check(client)
+            reply.kept = self.deliver(task, "kept", client.changes)
+        return reply
+
+    def _train_personally(self, client: Client, received: Vectors, sent: Vectors, budget: int | None = None) -> None:
+        seed_layers(seed_of(self.settings.seed, "layers/personal", client.round, client.index), self.model.device)
+        client.begin_personal(budget)
+        self.method.personalize(client, received, sent)
+
+    def _personalize(self, task: Task, client: Client, received: Vectors) -> Reply:
+        """What a client does for its own model by itself."""
+        if task.stage == "finish":
+            self.method.personalize(client, received, {})
+            self._keep_own_buffers(client)
+        else:
+            sent = {name: opened(vector) for name, vector in task.sent.items()}
+            self._train_personally(client, received, sent, task.budget)
+        self._commit(client)
+        return Reply(client.index, report=client.report)
+
+    def _check(self, client: Client) -> None:
+        for name, vector in client.changes.items():
+            if not all_finite(vector):
+                raise Diverged(client.index, client.round, name)
+
+    def _commit(self, client: Client) -> None:
+        """The turn is over, without an error: what was set is kept."""
+        self._check(client)
+        for name, vector in client.changes.items():
+            self.store.write(client.index, name, vector)
+
+    def _measure(self, client: Client, when: str, state: Tensor | None) -> dict[str, float]:
+        """How the received model, or the working model as it is, does on the client's test data."""
+        if len(client.test) == 0 or (state is not None and state.numel() != self.model.size):
+            return {}
+        if state is not None:
+            self.model.load(state)
+        metrics = classification_metrics(*client.logits(client.test))
+        return {f"{when}_training/{metric}": value for metric, value in metrics.items()}
+
+    # ---- evaluating --------------------------------------------------------------------------------------------------
+
+    def models(self, client: Client, received: Vectors) -> dict[str, Tensor]:
+        """A client's models by name, the global one first."""
+        shared = self.method.global_model(self.server, self.model)
+        found = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
+        return found | self.method.models(client, received)
+
+    def _evaluate(self, task: Task, client: Client, received: Vectors) -> Reply:
+        """Metrics of the client's models; nothing that is kept changes."""
+        s = self.settings
+        splits = ("test", "validation") + (("train",) if s.evaluate_train else ())
+        reply = Reply(client.index)
+        outputs: dict[tuple[str, str], list[Tensor]] = {}
+        for name, state in self.models(client, received).items():
+            self.model.load(state)
+            sets = {split: [(self.plan.dataset, getattr(client, split))] for split in splits}
+            if s.personal_global_test and (name == "personal" or (name == "global" and s.prediction_distance)):
+                # Extra test sets once: CIFAR-10-C has 950,000 images, for every client's model.
+                last = task.round == s.rounds
+                sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
+            for split, parts in sets.items():
+                results = [client.logits(rows, data) for data, rows in parts if len(rows)]
+                if s.prediction_distance:
+                    outputs[name, split] = [logits for logits, _ in results]
+                metrics = mean_metrics([classification_metrics(*result) for result in results])
+                if metrics:
+                    reply.metrics[name, split] = metrics
+        for (name, split), own in outputs.items():
+            if name == "personal" and own and ("global", split) in outputs:
+                pairs = zip(own, outputs["global", split], strict=True)
+                apart = [{"distance": prediction_distance(p, g, self.plan.dataset.multilabel)} for p, g in pairs]
+                reply.metrics[name, split] |= mean_metrics(apart)
+        return reply
+
+    def _test(self, task: Task) -> Reply:
+        """What the global model makes of samples that belong to no client."""
+        assert task.rows is not None
+        dataset, rows = self.plan.tests[task.rows.test][task.rows.part]
+        state = self.method.global_model(self.server, self.model)
+        assert state is not None
+        self.model.load(state)
+        part = rows[task.rows.begin : task.rows.end]
+        return Reply(task.client, outputs=logits_of(self.model, dataset, part))

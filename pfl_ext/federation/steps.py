@@ -1,0 +1,184 @@
+"""Local steps: what moves a client's model, and the loop over batches that most methods share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+from pfl_ext.ops import lwsam_perturb_, restore_
+from pfl_ext.optim import ProximalSGD
+
+from .client import Batch, Client, classification_loss
+from .method import Method
+from .privacy import PRIVATE_STEPS, epsilon, private_gradients, sampling
+
+__all__ = ["Loss", "Perturb", "Steps", "fine_tune", "local_length", "mean_loss", "sam"]
+
+Loss: TypeAlias = Callable[[Tensor, Batch], Tensor]
+"""What is trained, as a function of the logits and the batch."""
+
+Perturb: TypeAlias = Callable[[list[Tensor], list[Tensor], Tensor | None], Tensor]
+"""Moves parameters by their gradients; takes the backup of an earlier step, if any, and returns this step's."""
+
+
+class Length(TypedDict, total=False):
+    """How long a client trains, as ``client.batches`` takes it."""
+
+    epochs: int
+    steps: int
+
+
+def local_length(method: Method) -> Length:
+    """How long a client trains in a round of this method."""
+    return {"steps": method.local_steps} if method.local_steps else {"epochs": method.local_epochs}
+
+
+def _labels(logits: Tensor, batch: Batch) -> Tensor:
+    return classification_loss(logits, batch.targets)
+
+
+def sam(rho: float) -> Perturb | None:
+    r"""Sharpness-aware steps: to :math:`v + \rho\, g / \|g\|_2` for the gradient; None for a radius of 0."""
+    if rho == 0:
+        return None
+    return lambda params, gradients, backup: lwsam_perturb_(params, gradients, rho=rho, backup=backup)
+
+
+class Steps:
+    r"""Takes steps of a client's working model v, and counts what it trains:
+
+    .. math:: v \leftarrow v - \eta\, (\nabla L(v) + \lambda (v - w))
+
+    :meth:`train` is the loop over batches. A method with a loop of its own calls :meth:`gradients` and :meth:`step`.
+
+    Args:
+        client: whose working model is trained, from where it is.
+        method: gives step size, momentum, weight decay, batch size and how long.
+        params: the parameters to train in place of all; needs no anchor.
+        lr: step size in place of the method's.
+        anchor: w, a state of the whole model or a tensor for each parameter.
+        lam: :math:`\lambda`.
+        perturb: moves v before a second gradient of the same batch, which the step then takes; see :func:`sam`.
+        clip: the largest norm of a step's gradient of L, which is shortened to it; 0: any.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        method: Method,
+        *,
+        params: Sequence[Tensor] | None = None,
+        lr: float | None = None,
+        anchor: Tensor | Sequence[Tensor] | None = None,
+        lam: float = 0.0,
+        perturb: Perturb | None = None,
+        clip: float = 0.0,
+    ) -> None:
+        """See the class."""
+        self.client, self.method = client, method
+        self.params: list[Tensor] = list(client.model.trained if params is None else params)
+        if anchor is None or lam == 0:
+            anchor, lam = self.params, 0.0
+        self._sgd = ProximalSGD(
+            self.params,
+            method.lr if lr is None else lr,
+            lam,
+            momentum=method.momentum,
+            weight_decay=method.weight_decay,
+            anchors=client.model.tensors(anchor) if isinstance(anchor, Tensor) else anchor,
+        )
+        self._perturb, self._clip = perturb, clip
+        self._backup: Tensor | None = None
+        self._taken = 0
+
+    def gradients(self, batch: Batch, loss: Loss = _labels) -> tuple[Tensor, list[Tensor]]:
+        """The loss of a batch, without a graph, and its gradients in the parameters."""
+        objective = loss(self.client.model(batch.inputs), batch)
+        return objective.detach(), list(torch.autograd.grad(objective, self.params, materialize_grads=True))
+
+    def step(self, gradients: list[Tensor]) -> None:
+        """A step along these gradients."""
+        if self._taken == 0:
+            self.client.trains(self.params)
+        self._sgd.step_along(gradients)
+        self._taken += 1
+
+    def take(self, batch: Batch, loss: Loss = _labels) -> Tensor:
+        """A whole step on a batch; returns the loss where it began."""
+        objective, gradients = self.gradients(batch, loss)
+        if self._perturb is not None:
+            self._backup = self._perturb(self.params, gradients, self._backup)
+            _, gradients = self.gradients(batch, loss)
+            restore_(self.params, self._backup)
+        self._clipped_step(gradients)
+        return objective
+
+    def _clipped_step(self, gradients: list[Tensor]) -> None:
+        if self._clip != 0:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
+        self.step(gradients)
+
+    def train(self, loss: Loss = _labels, *, epochs: int | None = None, batches: str = "batches") -> float:
+        r"""Steps on L for a turn's length.
+
+        Where the run is differentially private the gradients are those of :func:`~.privacy.private_gradients`; the
+        proximal term, momentum and weight decay see nothing of the data but them.
+
+        Args:
+            loss: L; by default the loss of the labels.
+            epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
+            batches: the stream that orders the batches.
+
+        Returns:
+            The mean of L(v) over the steps, NaN without any.
+        """
+        client, method = self.client, self.method
+        length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+        client.model.module.train()
+        if client.privacy is not None:
+            return mean_loss(self._train_privately(loss, length, batches))
+        return mean_loss(self.take(batch, loss) for batch in client.batches(method.batch_size, name=batches, **length))
+
+    def _train_privately(self, loss: Loss, length: Length, batches: str) -> list[Tensor]:
+        """The same by DP-SGD; returns the losses."""
+        client, method, privacy = self.client, self.method, self.client.privacy
+        assert privacy is not None
+        if loss is not _labels or self._perturb is not None:
+            raise ValueError(
+                "differential privacy is for plain SGD on the labels: this training has another loss or steps"
+            )
+        rate, _ = sampling(client.samples, method.batch_size)
+        noise, losses = client.stream(f"{batches}/noise"), []
+        for batch in client.poisson_batches(method.batch_size, name=batches, **length):
+            objective, gradients = private_gradients(
+                client.model, self.params, batch.inputs, batch.targets, classification_loss, privacy,
+                client.samples * rate, noise,
+            )  # fmt: skip
+            self._clipped_step(gradients)
+            losses.append(objective)
+        # One sum of all steps, whatever they trained.
+        client[PRIVATE_STEPS] = client[PRIVATE_STEPS] + len(losses)
+        client.report["epsilon"] = epsilon(rate, privacy.dp_noise, int(client[PRIVATE_STEPS]), privacy.dp_delta)
+        return losses
+
+
+def mean_loss(losses: Iterable[Tensor]) -> float:
+    """The mean of the losses of a turn's steps, NaN without any. Read once, at the end: a step waits for nothing."""
+    total, steps = torch.zeros(()), 0
+    for loss in losses:
+        total = total.to(loss.device) if steps == 0 else total
+        total += loss
+        steps += 1
+    return float(total) / steps if steps else math.nan
+
+
+def fine_tune(client: Client, method: Method, state: Tensor, epochs: int) -> None:
+    """Make ``client["personal"]`` from a received model: that many passes of SGD on the client's own data."""
+    client.model.load(state)
+    client.report["fine_tune_loss"] = Steps(client, method).train(epochs=epochs, batches="fine-tune")
+    client["personal"] = client.model.state()

@@ -1,0 +1,117 @@
+"""What the server received in a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pfl_ext.ops import weighted_average
+
+from .mapped import MappedTensor, opened
+from .messages import Vector
+
+__all__ = ["Here", "Uploads", "VectorAccess"]
+
+_PIECES = 1 << 28  # bytes of all clients' pieces together, where uploads are in files
+
+
+class VectorAccess(Protocol):
+    """How to come by clients' vectors, wherever they are: the part of an engine that the server needs."""
+
+    def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
+        """The weighted sum of vectors, the weights divided by their sum first if ``normalize``.
+
+        The same bits wherever the vectors are: those of :func:`pfl_ext.ops.weighted_average` in their order.
+        """
+
+    def fetch(self, vector: Vector) -> Tensor:
+        """A vector itself."""
+
+    def release(self, vector: Vector) -> None:
+        """That vector is not needed any more."""
+
+
+class Here:
+    """Vectors in this process's memory, or in files that it sees."""
+
+    def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
+        """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""
+        files = [vector for vector in vectors if isinstance(vector, MappedTensor)]
+        if len(files) < len(vectors):
+            return weighted_average([[opened(vector)] for vector in vectors], weights, normalize=normalize)[0]
+        size = files[0].numel()
+        step = max(1, _PIECES // (len(files) * files[0].dtype.itemsize))
+        pieces = [
+            weighted_average(
+                [[file.read(begin, min(step, size - begin))] for file in files], weights, normalize=normalize
+            )[0]
+            for begin in range(0, size, step)
+        ]
+        return torch.cat(pieces) if pieces else self.fetch(files[0])
+
+    def fetch(self, vector: Vector) -> Tensor:
+        """The vector, mapped where it is in a file."""
+        return opened(vector)
+
+    def release(self, vector: Vector) -> None:
+        """Remove its file, where it has one."""
+        if isinstance(vector, MappedTensor):
+            vector.path.unlink(missing_ok=True)
+
+
+class Uploads:
+    """What the server received in a round, in the order of the clients' numbers.
+
+    Attributes:
+        clients: their numbers.
+        samples: n_k of each.
+        staleness: how often the server has changed its vectors since it sent them to the client: 0 but in asynchronous
+            rounds.
+    """
+
+    def __init__(
+        self,
+        clients: list[int],
+        samples: list[int],
+        vectors: Sequence[Mapping[str, Vector]],
+        staleness: list[int] | None = None,
+        access: VectorAccess | None = None,
+    ) -> None:
+        """Made by the round."""
+        self.clients, self.samples, self._vectors = clients, samples, vectors
+        self.staleness = [0] * len(clients) if staleness is None else staleness
+        self._access: VectorAccess = Here() if access is None else access
+
+    def average(self, name: str = "model", *, equally: bool = False) -> Tensor:
+        r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their plain mean."""
+        weights = [1] * len(self) if equally else self.samples
+        return self._access.average([vectors[name] for vectors in self._vectors], weights)
+
+    def sum(self, name: str, weights: Sequence[float]) -> Tensor:
+        r""":math:`\sum_k a_k w_k` with weights of the method's own."""
+        return self._access.average([vectors[name] for vectors in self._vectors], weights, normalize=False)
+
+    def each(self, name: str) -> list[Tensor]:
+        """The vectors themselves, one a client. An average asks for less: the clients' vectors may be elsewhere."""
+        return [self._access.fetch(vectors[name]) for vectors in self._vectors]
+
+    def __len__(self) -> int:
+        """How many clients sent something."""
+        return len(self.clients)
+
+    def parameters(self) -> int:
+        """How many numbers were sent."""
+        return sum(vector.numel() for vectors in self._vectors for vector in vectors.values())
+
+    def bytes(self) -> int:
+        """How many bytes were sent."""
+        return sum(vector.nbytes for vectors in self._vectors for vector in vectors.values())
+
+    def release(self) -> None:
+        """Nobody needs them any more (the round says so when the server is done)."""
+        for vectors in self._vectors:
+            for vector in vectors.values():
+                self._access.release(vector)
