@@ -4,6 +4,7 @@ A configuration file of a comparison has, beside the tables of an experiment::
 
     methods = ["fedavg", "PerAda w/o KD", "perada"]   # names of methods, or of variants
     seeds = [0, 1, 2]
+    metric = "accuracy"         # of the tables; with statistic, the mean of the clients or weighted_mean
 
     [method]                    # options of all
     lr = 0.01
@@ -28,9 +29,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from .algorithms import METHODS
-from .experiment import Experiment, method_options, nearest
+from .experiment import (
+    NETWORK_OPTIONS,
+    Experiment,
+    method_options,
+    network_options,
+    refuse_unknown,
+    settings_options,
+)
+from .nn import NETWORKS
+from .options import Option, nearest
 
-__all__ = ["Comparison", "Point", "folder_name", "method_of", "points", "variant"]
+__all__ = ["Comparison", "Point", "check_common", "check_own_tables", "folder_name", "method_of", "points", "variant"]
 
 Sections = Mapping[str, Mapping[str, Any]]
 _OWN = ("method", "network", "federation")  # data and partition are the same for all: else nothing is compared
@@ -58,6 +68,68 @@ def variant(sections: Sections, label: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def check_own_tables(sections: Sections, labels: Sequence[str]) -> None:
+    """Refuse tables of one method or variant, such as ``[network.perada]``, with an unknown name or unknown options.
+
+    Tables of what does not run are checked too: a misspelt option would be found out only when it does.
+
+    Args:
+        sections: all tables.
+        labels: names that are known beside those of the methods and of the variants in the tables.
+
+    Raises:
+        ValueError: the message names the table.
+    """
+    known = {*METHODS, *labels, *_variants(sections)}
+    for section in _OWN:
+        for name, own in sections.get(section, {}).items():
+            if not isinstance(own, Mapping):
+                continue
+            if name not in known:
+                if name in _options_of_any(section):
+                    raise ValueError(f"{name} in [{section}] is a table; accepted is a value")
+                close = nearest(name, [*labels, *METHODS])
+                raise ValueError(f"[{section}.{name}] is for no method or variant of this name{close}")
+            method = method_of(name, sections)
+            if section != "method":
+                refuse_unknown(section, "", own, _options_of_any(section))
+            elif method in METHODS:  # that of a file is known only where it runs
+                given = {option: value for option, value in own.items() if option != "name"}
+                refuse_unknown("method", method, given, method_options(method))
+
+
+def check_common(sections: Sections, labels: Sequence[str]) -> None:
+    """Refuse options of ``[method]`` that no method has; for commands that run none.
+
+    Args:
+        sections: all tables.
+        labels: the methods and variants that the tables are for.
+
+    Raises:
+        ValueError: the message suggests the nearest names.
+    """
+    common = {name: value for name, value in sections.get("method", {}).items() if not isinstance(value, Mapping)}
+    named = [*labels, str(common.pop("name", "fedavg"))]
+    if all(method_of(label, sections) in METHODS for label in named):  # that of a file may have any
+        refuse_unknown("method", "", common, _options_of_any("method"))
+
+
+def _options_of_any(section: str) -> dict[str, Option]:
+    """The options of all methods or all networks, or those of the federation."""
+    if section == "federation":
+        return settings_options()
+    names, options_of = (METHODS, method_options) if section == "method" else (NETWORKS, network_options)
+    found = dict(NETWORK_OPTIONS) if section == "network" else {}
+    for name in names:
+        found |= options_of(name)
+    return found
+
+
+def _variants(sections: Sections) -> list[str]:
+    own = sections.get("method", {})
+    return [name for name, table in own.items() if isinstance(table, Mapping) and "name" in table]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What runs on the same data, for each seed."""
@@ -72,24 +144,18 @@ class Comparison:
         for label in self.labels:
             name = method_of(label, self.sections)
             if name not in METHODS:
-                known = [
-                    *METHODS,
-                    *(t for t, own in self.sections.get("method", {}).items() if isinstance(own, Mapping)),
-                ]
+                known = [*METHODS, *_variants(self.sections)]
                 raise ValueError(f"unknown method {name!r}{nearest(name, known)}; known are {', '.join(known)}")
+        for what, given in (("method", self.labels), ("seed", self.seeds or ())):
+            for one in given:
+                if given.count(one) > 1:
+                    raise ValueError(f"the {what} {one} is named more than once")
         folders: dict[str, str] = {}
         for label in self.labels:
             other = folders.setdefault(folder_name(label), label)
-            if other is not label:
+            if other != label:
                 raise ValueError(f"{label!r} and {other!r} would have the same folder: name one of them differently")
-        variants = {
-            t for t, own in self.sections.get("method", {}).items() if isinstance(own, Mapping) and "name" in own
-        }
-        for section in _OWN:
-            for name, own in self.sections.get(section, {}).items():
-                if isinstance(own, Mapping) and not (name in METHODS or name in self.labels or name in variants):
-                    close = nearest(name, [*self.labels, *METHODS])
-                    raise ValueError(f"[{section}.{name}] is for no method or variant of this name{close}")
+        check_own_tables(self.sections, self.labels)
 
     def experiments(self) -> list[tuple[str, Experiment]]:
         """Every run by its label, all of one seed before those of the next."""

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,139 +13,61 @@ from .algorithms import METHODS
 from .data import PARTITIONERS, Dataset, Partition, load, load_test
 from .engines import EngineOptions, make_engine
 from .federation import Federation, Method, Settings, stream
+from .options import REQUIRED, Option, OptionError, checked, made, nearest, of_dataclass, of_signature
 
 __all__ = [
     "DATA_OPTIONS",
+    "NETWORK_OPTIONS",
+    "PARTITION_OPTIONS",
+    "SECTIONS",
     "Experiment",
-    "Option",
+    "check_tables",
     "method_options",
-    "nearest",
     "network_options",
+    "owners",
     "partition_options",
+    "refuse_unknown",
     "settings_options",
 ]
 
-_SECTIONS = ("data", "partition", "network", "federation", "method")
-_REQUIRED = object()
-
-
-@dataclass(frozen=True)
-class Option:
-    """One thing that can be set: its name, type, default, explanation."""
-
-    name: str
-    type: Any
-    default: Any
-    help: str
-    choices: tuple[Any, ...] | None = None
-
-    def parse(self, value: Any) -> Any:
-        """``value``, from a command line (text) or from TOML, as this option's type.
-
-        Raises:
-            ValueError: it cannot be; the message says what is accepted.
-        """
-        try:
-            parsed = _convert(value, self.type)
-        except (TypeError, ValueError, KeyError, AttributeError):
-            raise ValueError(f"{self.name} is {value!r}; accepted is {_describe(self.type)}") from None
-        if self.choices and parsed not in self.choices:
-            close = nearest(str(parsed), map(str, self.choices))
-            raise ValueError(f"{self.name} is {parsed!r}{close}; accepted is {', '.join(map(str, self.choices))}")
-        return parsed
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        if value is None or value in ("", "none"):
-            return None
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    if typing.get_origin(kind) is tuple:
-        inner = typing.get_args(kind)[0]
-        parts = value.split(",") if isinstance(value, str) else value
-        return tuple(_convert(part.strip() if isinstance(part, str) else part, inner) for part in parts)
-    if typing.get_origin(kind) is dict:
-        pairs = [part.partition("=")[::2] for part in value.split(",")] if isinstance(value, str) else value.items()
-        made = {name.strip(): str(text).strip() for name, text in pairs if name.strip() and str(text).strip()}
-        if len(made) < len(pairs):
-            raise ValueError
-        return made
-    if typing.get_origin(kind) is typing.Literal:
-        return str(value)
-    if kind is bool:
-        if isinstance(value, str):
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
-        if not isinstance(value, bool):
-            raise TypeError
-        return value
-    if kind is int and (isinstance(value, bool) or (isinstance(value, float) and value != int(value))):
-        raise TypeError
-    if kind in (int, float) and isinstance(value, bool):
-        raise TypeError
-    return kind(value)
-
-
-def _describe(kind: Any) -> str:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return _describe(next(part for part in typing.get_args(kind) if part is not type(None)))
-    if typing.get_origin(kind) is tuple:
-        inner = _describe(typing.get_args(kind)[0]).removeprefix("a ").removeprefix("an ")
-        return f"a list of {inner}s, such as 1,5,9"
-    if typing.get_origin(kind) is dict:
-        return "NAME=SOURCE,NAME=SOURCE, in a file a table, each name once"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    return names.get(kind, str(kind))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The names closest to a wrong one, as " (did you mean ...?)", or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
-
-
-def _of_dataclass(cls: type) -> dict[str, Option]:
-    kinds = typing.get_type_hints(cls)
-    return {
-        f.name: Option(f.name, kinds[f.name], f.default, f.metadata["help"], f.metadata["choices"])
-        for f in dataclasses.fields(cls)
-    }
+SECTIONS = ("data", "partition", "network", "federation", "method")
+"""The tables of a configuration file that decide a run."""
 
 
 def method_options(name: str) -> dict[str, Option]:
     """The options of a method."""
-    return _of_dataclass(_known("method", name, METHODS))
+    return of_dataclass(_known("method", name, METHODS))
 
 
 def settings_options() -> dict[str, Option]:
-    """The options every federation has, and those of its engine."""
-    return _of_dataclass(Settings) | _of_dataclass(EngineOptions)
+    """The options every federation has and those of its engine, each with the group it belongs to."""
+    return of_dataclass(Settings) | of_dataclass(EngineOptions)
 
 
 def partition_options(name: str) -> dict[str, Option]:
     """The options of a partitioner, read off its signature."""
-    return _of_signature(_known("partition", name, PARTITIONERS))
+    return of_signature(_known("partition", name, PARTITIONERS))
 
 
 def network_options(name: str) -> dict[str, Option]:
     """The options of a network: its own, and those that all have; ``auto`` has the latter alone."""
-    own = {} if name == "auto" else _of_signature(_known("network", name, nn.NETWORKS))
-    return own | _of_signature(nn.build)
+    own = {} if name == "auto" else of_signature(_known("network", name, nn.NETWORKS))
+    return own | of_signature(nn.build)
 
 
-def _of_signature(function: Callable[..., Any]) -> dict[str, Option]:
-    """An option for each keyword-only parameter, explained by its ``typing.Annotated``."""
-    hints = typing.get_type_hints(function, include_extras=True)
-    found = {}
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.name == "generator":
-            continue
-        hint, text = hints[parameter.name], ""
-        if typing.get_origin(hint) is typing.Annotated:
-            hint, text = typing.get_args(hint)[0], str(typing.get_args(hint)[1])
-        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
-        default = _REQUIRED if parameter.default is parameter.empty else parameter.default
-        found[parameter.name] = Option(parameter.name, hint, default, text, choices)
-    return found
+_CHOSEN: dict[str, tuple[Mapping[str, Any], Callable[[str], dict[str, Option]]]] = {
+    "method": (METHODS, method_options),
+    "partition": (PARTITIONERS, partition_options),
+    "network": (nn.NETWORKS, network_options),
+}
+
+
+def owners(section: str, option: str) -> list[str]:
+    """The methods, partitions or networks, as the table is, that have an option."""
+    if section not in _CHOSEN:
+        return []
+    names, options_of = _CHOSEN[section]
+    return [name for name in names if option in options_of(name)]
 
 
 def _known(what: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -158,13 +76,37 @@ def _known(what: str, name: str, table: Mapping[str, Any]) -> Any:
     return table[name]
 
 
-def _checked(section: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> dict[str, Any]:
-    found = {}
+def refuse_unknown(section: str, chosen: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> None:
+    """Refuse options that a table, for the method, partition or network ``chosen`` there, does not have.
+
+    Raises:
+        OptionError: the message says who has the option, or suggests the nearest names.
+    """
     for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"unknown option {name!r} of {section}{nearest(name, known)}; it has {', '.join(known)}")
-        found[name] = known[name].parse(value)
-    return found
+        if name in known:
+            continue
+        of = f"the {section} {chosen}" if chosen else section
+        others = owners(section, name)
+        if others:
+            problem = f"is an option of the {section} {', '.join(others)}; this run has {chosen}"
+            message = f"unknown option {name!r} of {of}: it {problem}"
+        else:
+            problem = f"is no option of {of}{nearest(name, known)}"
+            message = f"unknown option {name!r} of {of}{nearest(name, known)}; it has {', '.join(known)}"
+        raise OptionError(section, name, value, problem, message)
+
+
+def check_tables(sections: Mapping[str, Any]) -> None:
+    """Refuse tables that an experiment does not have, and what is no table.
+
+    Raises:
+        ValueError: the message names it.
+    """
+    for name, table in sections.items():
+        if name not in SECTIONS:
+            raise ValueError(f"unknown table [{name}]{nearest(name, SECTIONS)}; known are {', '.join(SECTIONS)}")
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{name} is {table!r}; accepted is a table, [{name}]")
 
 
 DATA_OPTIONS = {
@@ -192,6 +134,18 @@ DATA_OPTIONS = {
 }
 """The options of the table ``data``, each with its name on the command line."""
 
+PARTITION_OPTIONS = {
+    "name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
+    "clients": Option("clients", int, 10, "number of clients"),
+    "file": Option("partition_file", Path | None, None, "a saved partition in place of a drawn one"),
+}
+"""The options of the table ``partition`` beside those of the partitioner."""
+
+NETWORK_OPTIONS = {"name": Option("network", str, "auto", f"auto, {', '.join(nn.NETWORKS)}")}
+"""The same of the table ``network``."""
+
+_METHOD = {"name": Option("method", str, REQUIRED, "")}
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -199,13 +153,13 @@ class Experiment:
 
     method: str
     method_options: Mapping[str, Any] = field(default_factory=dict)
-    data: str = "digits"
+    data: str = DATA_OPTIONS["name"].default
     data_options: Mapping[str, Any] = field(default_factory=dict)
-    partition: str = "ds1"
-    clients: int = 10
+    partition: str = PARTITION_OPTIONS["name"].default
+    clients: int = PARTITION_OPTIONS["clients"].default
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     partition_file: Path | None = None
-    network: str = "auto"
+    network: str = NETWORK_OPTIONS["name"].default
     network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -217,54 +171,51 @@ class Experiment:
         Raises:
             ValueError: an unknown table, name or option (the nearest names are suggested), or a value out of range.
         """
-        for section in sections:
-            if section not in _SECTIONS:
-                raise ValueError(
-                    f"unknown table [{section}]{nearest(section, _SECTIONS)}; known are {', '.join(_SECTIONS)}"
-                )
-        data, partition, network, federation, method = (dict(sections.get(name, {})) for name in _SECTIONS)
+        check_tables(sections)
+        data, partition, network, federation, method = (dict(sections.get(name, {})) for name in SECTIONS)
         if "name" not in method:
             raise ValueError(f"no method is named; known are {', '.join(METHODS)}")
-        default = Experiment("fedavg")
-        name = str(method.pop("name"))
-        cut = str(partition.pop("name", default.partition))
-        clients = Option("clients", int, default.clients, "").parse(partition.pop("clients", default.clients))
-        file = partition.pop("file", None)
-        source = _checked("data", data, DATA_OPTIONS)
-        net = str(network.pop("name", default.network))
-        run, engine = _checked("federation", federation, settings_options()), _of_dataclass(EngineOptions)
-        experiment = Experiment(
-            method=name,
-            method_options=_checked(f"the method {name}", method, method_options(name)),
-            data=source.pop("name", default.data),
+        name, own = _chosen("method", method, _METHOD)
+        cut, cut_options = _chosen("partition", partition, PARTITION_OPTIONS)
+        net, net_options = _chosen("network", network, NETWORK_OPTIONS)
+        refuse_unknown("data", "", data, DATA_OPTIONS)
+        refuse_unknown("federation", "", federation, settings_options())
+        source = checked("data", data, DATA_OPTIONS)
+        if cut["clients"] < 1:
+            raise OptionError(
+                "partition", "clients", partition["clients"], f"is {cut['clients']}; accepted is 1 or more"
+            )
+        made("method", METHODS[name["name"]], method, own)  # refuses what is out of range
+        run, of_engine = checked("federation", federation, settings_options()), of_dataclass(EngineOptions)
+        engine = {key: run.pop(key) for key in of_engine if key in run}
+        return Experiment(
+            method=name["name"],
+            method_options=own,
+            data=source.pop("name", DATA_OPTIONS["name"].default),
             data_options=source,
-            partition=cut,
-            clients=clients,
-            partition_options=_checked(f"the partition {cut}", partition, partition_options(cut)),
-            partition_file=None if file is None else Path(file),
-            network=net,
-            network_options=_checked(f"the network {net}", network, network_options(net)),
-            settings=Settings(**{name: value for name, value in run.items() if name not in engine}),
-            engine=EngineOptions(**{name: value for name, value in run.items() if name in engine}),
+            partition=cut["name"],
+            clients=cut["clients"],
+            partition_options=cut_options,
+            partition_file=cut["file"],
+            network=net["name"],
+            network_options=net_options,
+            settings=made("federation", Settings, federation, run),
+            engine=made("federation", EngineOptions, federation, engine),
         )
-        if experiment.clients < 1:
-            raise ValueError(f"clients is {experiment.clients}; accepted is 1 or more")
-        experiment.make_method()
-        return experiment
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """All options with their values, defaults included, in the form :meth:`from_sections` takes."""
-        made: dict[str, Any] = {"clients": self.clients}
+        cut: dict[str, Any] = {"clients": self.clients}
         for option in partition_options(self.partition).values():
             value = self.partition_options.get(option.name, option.default)
-            if value is not _REQUIRED:
-                made[option.name] = value
+            if value is not REQUIRED:
+                cut[option.name] = value
         if self.partition_file is not None:
-            made["file"] = str(self.partition_file)
+            cut["file"] = str(self.partition_file)
         return _without_none(
             {
                 "data": {"name": self.data, **_values(DATA_OPTIONS, self.data_options)},
-                "partition": {"name": self.partition, **made},
+                "partition": {"name": self.partition, **cut},
                 "network": {
                     "name": self.network,
                     **_values(network_options(self.network), self.network_options),
@@ -276,9 +227,9 @@ class Experiment:
 
     def make_method(self) -> Method:
         """The method with its options."""
-        made = METHODS[self.method](**self.method_options)
-        assert isinstance(made, Method)
-        return made
+        method = METHODS[self.method](**self.method_options)
+        assert isinstance(method, Method)
+        return method
 
     def make_data(self) -> tuple[Dataset, Partition]:
         """The data set and its partition: that of the file, or drawn from the seed."""
@@ -302,7 +253,7 @@ class Experiment:
         if some["auxiliary"] == "server":
             if not len(partition.server):
                 raise ValueError(
-                    "auxiliary is server, and the partition leaves it none: partition with server=0.1, say"
+                    "auxiliary is server, and the partition leaves it none: use a partition with server=0.1, say"
                 )
             found = dataset.subset(partition.server)
         else:
@@ -342,6 +293,18 @@ class Experiment:
         more.setdefault("extra_tests", self.make_extra_tests(dataset))
         more.setdefault("engine", make_engine(self.engine))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
+
+
+def _chosen(
+    section: str, table: Mapping[str, Any], common: Mapping[str, Option]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a table that chooses something by its ``name``: of ``common``, defaults included; of its own."""
+    defaults = {name: option.default for name, option in common.items()}
+    found = defaults | checked(section, {name: table[name] for name in table if name in common}, common)
+    own = {name: value for name, value in table.items() if name not in common}
+    known = _CHOSEN[section][1](found["name"])
+    refuse_unknown(section, found["name"], own, known | dict(common))
+    return found, checked(section, own, known)
 
 
 def _values(known: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,19 +71,19 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run"], 1, "no method is named; known are apfl, ditto"),
+        (["run"], 2, "no method is named: METHOD comes first, pfl-ext run METHOD [options]; known are apfl, ditto"),
         (["run", "fedavgg"], 2, "unknown method 'fedavgg' (did you mean fedavg"),
         (["run", "ditto", "--lamm", "1"], 2, "unknown option --lamm (did you mean --lam"),
-        (["run", "fedavg", "--lr", "fast"], 1, "lr is 'fast'; accepted is a number"),
-        (["run", "fedavg", "--lr", "-1"], 1, "lr is -1.0; accepted is a value above 0"),
-        (["run", "fedavg", "--rounds", "2.5"], 1, "rounds is '2.5'; accepted is an integer"),
-        (["run", "fedavg", "--store", "cloud"], 1, "accepted is memory, mapped"),
-        (["run", "fedavg", "--clients", "0"], 1, "clients is 0; accepted is 1 or more"),
+        (["run", "fedavg", "--lr", "fast"], 1, ": --lr is 'fast'; accepted is a number"),
+        (["run", "fedavg", "--lr", "-1"], 1, ": --lr is -1.0; accepted is a value above 0"),
+        (["run", "fedavg", "--rounds", "2.5"], 1, ": --rounds is '2.5'; accepted is an integer"),
+        (["run", "fedavg", "--store", "cloud"], 1, ": --store is 'cloud'; accepted is memory, mapped"),
+        (["run", "fedavg", "--clients", "0"], 1, ": --clients is 0; accepted is 1 or more"),
         (["run", "fedavg", "--clients", "5000"], 1, "clients"),
         (["run", "fedavg", "--data", "mnisst"], 1, "mnist"),
         (["run", "fedavg", "--partition", "dirichelt"], 2, "did you mean dirichlet"),
         (["run", "fedavg", "--network", "resnet"], 1, "unknown network 'resnet'"),
-        (["run", "persfl", "--partition", "dirichlet"], 1, "partition with validation=0.2"),
+        (["run", "persfl", "--partition", "dirichlet"], 1, "partition with --validation 0.2"),
         (["run", "fedavg", "--config", "absent.toml"], 2, "absent.toml cannot be read"),
         (["compare"], 2, "name the methods to compare"),
         (["compare", "fedavg", "ditto", "--set", "dito.lam=1"], 2, "dito is not compared (did you mean ditto?)"),
@@ -132,7 +132,10 @@ def test_results_that_are_there_are_not_overwritten(tmp_path: Path, capsys: pyte
     assert main(arguments) == 0
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert main(arguments) == 1
-    assert "resume that run, or name another folder" in capsys.readouterr().err
+    assert (
+        "holds the results of an earlier run: --resume goes on with it, --overwrite removes its results"
+        in capsys.readouterr().err
+    )
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
@@ -190,9 +193,9 @@ def test_landscape_draws_the_models_of_runs_without_changing_their_folders(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--client", "5"], "--client 5: the run has clients 0 to 4"),
+        (["--client", "5"], "--client is 5; the run has clients 0 to 4"),
         (["--models", "personel"], r"--models personel: .* has global, personal \(did you mean personal\?\)"),
-        (["--points", "4"], "points is 4; accepted is an odd number"),
+        (["--points", "4"], "--points is 4; accepted is an odd number"),
     ],
 )
 def test_a_landscape_that_cannot_be_drawn_is_one_clear_line(
@@ -254,7 +257,7 @@ def test_data_takes_the_file_of_a_comparison_or_a_sweep(tmp_path: Path, capsys: 
 def processes() -> Iterator[Any]:
     """Starts commands in processes that have everything imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pfl_ext.commands"])
+    context.set_forkserver_preload(["pfl_ext.commands.run", "pfl_ext.commands.data"])
 
     def start(arguments: Sequence[str]) -> Any:
         return context.Process(target=command_process.run, args=(arguments,))
@@ -277,7 +280,8 @@ def test_a_run_killed_at_random_moments_ends_as_an_unbroken_one(tmp_path: Path, 
     seed = random.randrange(1 << 30)
     moments, killed = random.Random(seed), 0
     while True:
-        process = processes([*common, "--resume", "--output", str(tmp_path / "broken")])
+        resume = ["--resume"] if (tmp_path / "broken").exists() else []
+        process = processes([*common, *resume, "--output", str(tmp_path / "broken")])
         process.start()
         process.join(moments.uniform(0.1, 0.8) * duration if killed < 5 else None)
         if process.exitcode is not None:

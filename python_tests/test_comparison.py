@@ -124,7 +124,7 @@ def test_the_table_is_by_the_statistic_of_the_file_unless_the_command_line_names
     assert main([*arguments, "--resume", "--statistic", "mean"]) == 0
     assert "weighted" not in capsys.readouterr().out
     assert main([command, *vary, *_config(tmp_path, 'statistic = "median"' + FILE)]) != 0
-    assert "statistic = 'median' in the configuration; mean and weighted_mean are accepted" in capsys.readouterr().err
+    assert "statistic is 'median' (did you mean mean?); accepted is mean, weighted_mean" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,8 @@ import numpy as np
 import pytest
 
 from pfl_ext.comparison import Comparison, method_of, points, variant
+from pfl_ext.configuration import Configuration
 from pfl_ext.experiment import method_options
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.toml"))
@@ -41,11 +36,9 @@ def _id(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[Comparison, Mapping[str, Any]]:
-    config = tomllib.loads(path.read_text(encoding="utf-8"))
-    sections = {name: table for name, table in config.items() if isinstance(table, dict)}
-    sweep = sections.pop("sweep", {})
-    seeds = tuple(config["seeds"]) if "seeds" in config else None
-    return Comparison(sections, tuple(config["methods"]), seeds), sweep
+    configuration = Configuration.read(path)
+    comparison = Comparison(configuration.sections, configuration.methods, configuration.seeds)
+    return comparison, configuration.sweep
 
 
 @pytest.mark.parametrize("path", FILES, ids=_id)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pfl_ext import commands
+from pfl_ext.cli import main
 from pfl_ext.experiment import Experiment, network_options
 
 
@@ -63,7 +63,7 @@ def test_mean_std_and_samples_are_options_of_the_data(images: str) -> None:
     dataset, partition = experiment.make_data()
     assert dataset.mean is not None and dataset.mean.tolist() == [1, 2, 3] and len(dataset) == 40
     partition.check(dataset)
-    with pytest.raises(ValueError, match="data_mean is 'grey'; accepted is a list of numbers"):
+    with pytest.raises(ValueError, match="mean is 'grey'; accepted is a list of numbers"):
         _experiment({"name": images, "mean": "grey"})
 
 
@@ -126,10 +126,10 @@ def test_the_command_line_evaluates_on_extra_tests(
 ) -> None:
     arguments = ["ditto", "--data", images, "--partition", "iid", "--clients", "2", "--rounds", "1", "--quiet"]
     more = ["--no-plots", "--personal-global-test", "--extra-tests", f"Other={images.replace('main', 'other')}"]
-    assert commands.compare([*arguments, *more, "--output", str(tmp_path / "runs")]) == 0
+    assert main(["compare", *arguments, *more, "--output", str(tmp_path / "runs")]) == 0
     assert "personal: Other" in (out := capsys.readouterr().out) and "global: Other" in out
     wrong = ["--extra-tests", "C=cifar10-c", "--data-root", str(tmp_path), "--output", str(tmp_path / "wrong")]
-    assert commands.run([*arguments, "--no-plots", *wrong]) == 1
+    assert main(["run", *arguments, "--no-plots", *wrong]) == 1
     assert "cifar10-c is not in" in capsys.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_another_normalisation_is_another_run(images: str) -> None:
 
 def test_the_command_line_has_the_options_of_networks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        commands.run(["fedavg", "--help"])
+        main(["run", "fedavg", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--network-adapters, --no-network-adapters" in text and "--network-pretrained NETWORK_PRETRAINED" in text
     assert "--network-stem {imagenet,small}" in text and "--auxiliary AUXILIARY" in text and "--data-mean" in text
@@ -162,7 +162,7 @@ def test_network_options_of_the_command_line_reach_the_run(images: str, tmp_path
         "vit",
     ]
     more = ["--network-depth", "1", "--network-width", "12", "--network-patch", "8", "--network-adapters", "--quiet"]
-    assert commands.run([*arguments, *more, "--no-plots", "--output", str(tmp_path / "run")]) == 0
+    assert main(["run", *arguments, *more, "--no-plots", "--output", str(tmp_path / "run")]) == 0
     import json
 
     network = json.loads((tmp_path / "run" / "config.json").read_text())["network"]

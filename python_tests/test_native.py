@@ -160,9 +160,8 @@ def info(package: Path, *arguments: str, **environment: str) -> subprocess.Compl
 
 
 @needs_library
-@pytest.mark.parametrize("arguments", [(), ("info",)])
-def test_info_shows_versions_build_instruction_set_and_who_serves_each_op(package, arguments):
-    done = info(package, *arguments)
+def test_info_shows_versions_build_instruction_set_and_who_serves_each_op(package):
+    done = info(package, "info")
     assert done.returncode == 0, done.stderr
     for words in (
         f"torch    {torch.__version__}",
@@ -185,6 +184,13 @@ def test_an_unknown_command_is_refused_with_the_known_ones(package):
     assert done.returncode == 2
     assert "info" in done.stderr
     assert "bench" in done.stderr
+
+
+def test_no_command_at_all_prints_a_short_help(package):
+    done = info(package)
+    assert done.returncode == 0, done.stderr
+    assert "usage: pfl-ext COMMAND" in done.stdout and len(done.stdout.splitlines()) < 20
+    assert all(f"  {command} " in done.stdout for command in ("run", "compare", "sweep", "data", "bench", "info"))
 
 
 @needs_library

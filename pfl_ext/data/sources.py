@@ -99,7 +99,7 @@ def _test_folder(kind: str, given: str | None, root: Path | str | None, folders:
             return root / folder
     raise FileNotFoundError(
         f"{kind} is not in {root.absolute()}. Expected there: {' or '.join(folders)}, with {files}. "
-        f"Name the folder that has them, in root, in the environment variable PFL_EXT_DATA, or as {kind}:PATH."
+        f"Name the folder that has them, by root=PATH, in the environment variable PFL_EXT_DATA, or as {kind}:PATH."
     )
 
 
@@ -142,9 +142,9 @@ def _found(
         result = read(name, root)
     if isinstance(result, str):
         raise FileNotFoundError(
-            f"{name} is not in {root.absolute()}. Expected there: {result}. Name the folder that has them, in root or "
-            "the environment variable PFL_EXT_DATA, or allow the download (download=True), which fetches them with "
-            "torchvision into that folder."
+            f"{name} is not in {root.absolute()}. Expected there: {result}. Name the folder that has them, by "
+            "root=PATH or the environment variable PFL_EXT_DATA, or allow the download (download=True), which fetches "
+            "them with torchvision into that folder."
         )
     return result
 

@@ -20,6 +20,7 @@ reader can parse and `ResultsFolder` turns back into floats.
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import math
@@ -33,8 +34,9 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ResultsError", "ResultsFolder", "Runs", "versions"]
+__all__ = ["ResultsError", "ResultsFolder", "Runs", "lock", "versions"]
 
+_LOCK = ".lock"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -251,6 +253,30 @@ class ResultsFolder:
         writer.writerow(columns)
         writer.writerows([_plain(row[c]) if c in row else "" for c in columns] for row in rows)
         self._write(name, text.getvalue())
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold a results folder for this process alone; the lock ends with the process, however that ends.
+
+    Raises:
+        ResultsError: another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ResultsError(
+                f"a run is writing to {folder} (process {file.read().strip() or 'unknown'}): wait for it, or name "
+                "another folder"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+    # The file stays: removed, it could be locked twice by processes that had opened it before and after.
 
 
 Runs = Mapping[str, "ResultsFolder | Sequence[ResultsFolder]"]

@@ -8,7 +8,7 @@ import pytest
 from pfl_ext.cli import main
 from pfl_ext.federation import Clock, Timeline, Work
 from pfl_ext.reports import time_to_target
-from pfl_ext.virtual_time import Timed
+from pfl_ext.reports.virtual_time import Timed
 
 COMMON = ["--data", "digits", "--partition", "dirichlet", "--clients", "4", "--rounds", "3", "--lr", "0.1", "--quiet"]
 
@@ -96,8 +96,8 @@ def test_spans_of_an_asynchronous_run_end_when_its_uploads_arrive(results: Path)
         (["fedasync-seed0", "--clock-up", "5"], "asynchronous: its models depend on the clock"),
         (["nothing"], "holds no results"),
         (["ditto-seed0", "--against", "scd"], "no compute-and-wait run scd"),
-        (["ditto-seed0", "--clock-up", "fast"], "clock_up is 'fast'"),
-        (["ditto-seed0", "--clock-up", "0"], "clock_up is 0.0"),
+        (["ditto-seed0", "--clock-up", "fast"], ": --clock-up is 'fast'"),
+        (["ditto-seed0", "--clock-up", "0"], ": --clock-up is 0.0"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(

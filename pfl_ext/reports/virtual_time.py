@@ -1,4 +1,4 @@
-"""``pfl-ext virtual-time``: how long finished runs take on a virtual clock, under each protocol.
+"""How long finished runs take on a virtual clock, under each protocol (``pfl-ext virtual-time``).
 
 The models of a synchronous run depend on neither the protocol nor the clock, and its records say what every client
 trained and sent in each round. So one run is timed under compute-and-wait and under wait-free, by as many clocks as one
@@ -7,22 +7,23 @@ likes, without being run again.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .experiment import Option, settings_options
-from .federation import PROTOCOLS, Clock, Settings, Span, Timeline, Work, clock_of
-from .reports import ResultsFolder, table, time_to_target, timeline
+from pfl_ext.federation import PROTOCOLS, Clock, Settings, Span, Timeline, Work, clock_of
 
-__all__ = ["Timed", "main"]
+from .results import ResultsFolder
+from .rounds import time_to_target
 
-_CLOCK = [name for name in settings_options() if name.startswith("clock")]
+__all__ = ["CLOCK", "Timed", "seconds", "speedups", "timed_below"]
+
+CLOCK = tuple(field.name for field in dataclasses.fields(Settings) if field.name.startswith("clock"))
+"""The options of a run's clock."""
 
 
 class Timed:
@@ -38,7 +39,7 @@ class Timed:
         self.folder = folder
         self.records = [r for r in ResultsFolder.open(folder).records() if r.get("stage") != "personalized"]
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        own = {name: value for name, value in config["federation"].items() if name in (*_CLOCK, "seed")}
+        own = {name: value for name, value in config["federation"].items() if name in (*CLOCK, "seed")}
         if not any("work" in record for record in self.records):
             raise ValueError(f"{folder} says nothing of its clients' work: it was made by an earlier version")
         settings = Settings(**(own | dict(changes)))
@@ -100,49 +101,16 @@ class Timed:
         return [*(time_to_target(self.records, times, target, model) for target in targets), times[-1]]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="pfl-ext virtual-time",
-        description="Virtual time of finished runs to a target accuracy, under compute-and-wait and wait-free. "
-        "Asynchronous runs and those that train until the new model arrives have one time: their own.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("results", nargs="+", type=Path, help="results of run, compare or sweep")
-    parser.add_argument("--target", nargs="+", type=float, default=[], help="accuracies to reach, such as 0.4 0.8")
-    parser.add_argument("--model", default="personal", help="whose accuracy: personal or global (default: personal)")
-    parser.add_argument(
-        "--ratios", help="times of personal training to communication, such as 0.25,1,4: a table of speed-ups over them"
-    )
-    parser.add_argument("--against", help="speed-ups of all runs against compute-and-wait of the one with this name")
-    parser.add_argument("--picture", type=Path, help="draw who does what when in the first run's first rounds")
-    parser.add_argument("--rounds", type=int, default=3, help="so many of them (default: 3)")
-    parser.add_argument("--style", choices=("markdown", "csv", "latex"), default="markdown")
-    group = parser.add_argument_group("another clock than the runs' own")
-    known = settings_options()
-    for name in _CLOCK:
-        group.add_argument("--" + name.replace("_", "-"), help=known[name].help, default=argparse.SUPPRESS)
-    parsed = parser.parse_args(list(arguments))
-    try:
-        changes = {name: known[name].parse(value) for name, value in vars(parsed).items() if name in _CLOCK}
-        runs = _found(parsed.results, changes)
-        if parsed.ratios:
-            ratios = [Option("ratios", float, 1.0, "").parse(ratio) for ratio in parsed.ratios.split(",")]
-            rows = [row for label, seeds in runs.items() for row in _speedups(label, seeds, ratios, parsed)]
-        else:
-            rows = _seconds(runs, parsed)
-        print(table(rows, style=parsed.style))
-        if parsed.picture is not None:
-            first = next(iter(runs.values()))[0]
-            timeline({p: first.spans(p, parsed.rounds) for p in first.protocols()}, parsed.picture)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"pfl-ext virtual-time: {error}", file=sys.stderr)
-        return 1
-    return 0
+def timed_below(folders: Sequence[Path], changes: Mapping[str, Any]) -> dict[str, list[Timed]]:
+    """The finished runs below these folders by their names, those of several seeds together.
 
+    Args:
+        folders: results of a run, a comparison or a sweep.
+        changes: as of `Timed`.
 
-def _found(folders: Sequence[Path], changes: Mapping[str, Any]) -> dict[str, list[Timed]]:
-    """The runs below these folders by their names, those of several seeds together."""
+    Raises:
+        ValueError: there are none in one of the folders.
+    """
     runs: dict[str, list[Timed]] = {}
     for folder in folders:
         paths = sorted(path.parent for path in folder.rglob("metrics.jsonl"))
@@ -172,46 +140,60 @@ def _ratio(long: float | None, short: float | None) -> float | None:
     return None if long is None or short is None else long / short
 
 
-def _seconds(runs: Mapping[str, list[Timed]], parsed: argparse.Namespace) -> list[dict[str, str]]:
-    """A row a run and protocol: seconds to each target and speed-ups, means over seeds."""
+def seconds(
+    runs: Mapping[str, Sequence[Timed]], targets: Sequence[float], model: str, against: str | None = None
+) -> list[dict[str, str]]:
+    """A row a run and protocol: seconds to each target and speed-ups, means over seeds.
+
+    Args:
+        runs: as `timed_below` finds them.
+        targets: accuracies to reach.
+        model: whose.
+        against: speed-ups are against compute-and-wait of the run with this name beside each; None: of itself.
+
+    Raises:
+        ValueError: there is no such run.
+    """
     found = {
         (label, protocol): [
-            _mean(values)
-            for values in zip(*(seed.seconds(protocol, parsed.target, parsed.model) for seed in seeds), strict=True)
+            _mean(values) for values in zip(*(seed.seconds(protocol, targets, model) for seed in seeds), strict=True)
         ]
         for label, seeds in runs.items()
         for protocol in seeds[0].protocols()
     }
     rows = []
-    for (label, protocol), seconds in found.items():
+    for (label, protocol), times in found.items():
         base = label
-        if parsed.against is not None:  # beside it, in the same folder of a sweep
-            base = str(Path(label).with_name(parsed.against))
+        if against is not None:  # beside it, in the same folder of a sweep
+            base = str(Path(label).with_name(against))
             if (base, PROTOCOLS[0]) not in found:
                 raise ValueError(f"there is no compute-and-wait run {base}; known are {', '.join(runs)}")
         row = {"run": label, "protocol": protocol}
-        slow = found.get((base, PROTOCOLS[0]), [None] * len(seconds))
-        for column, value, reference in zip(_columns(parsed.target), seconds, slow, strict=True):
+        slow = found.get((base, PROTOCOLS[0]), [None] * len(times))
+        for column, value, reference in zip(_columns(targets), times, slow, strict=True):
             row[f"{column} (s)"] = _shown(value)
             row[f"{column}: speed-up"] = _shown(_ratio(reference, value), "x")
         rows.append(row)
     return rows
 
 
-def _speedups(
-    label: str, seeds: list[Timed], ratios: Sequence[float], parsed: argparse.Namespace
+def speedups(
+    runs: Mapping[str, Sequence[Timed]], ratios: Sequence[float], targets: Sequence[float], model: str
 ) -> list[dict[str, str]]:
-    """A row a ratio: how much longer compute-and-wait takes than wait-free."""
+    """A row a run and ratio of personal training to communication: how much longer compute-and-wait takes.
+
+    That is than wait-free, to each target and in all. Runs whose models depend on the clock have none.
+    """
     rows = []
-    for ratio in ratios if not seeds[0].fixed else ():
-        clocks = [seed.of_ratio(ratio) for seed in seeds]
-        columns = _columns(parsed.target)
-        row = {"run": label, "training : communication": f"{ratio:g}"}
-        speedups = []
-        for seed, clock in zip(seeds, clocks, strict=True):
-            slow, fast = (seed.seconds(p, parsed.target, parsed.model, clock) for p in PROTOCOLS[:2])
-            speedups.append([_ratio(a, b) for a, b in zip(slow, fast, strict=True)])
-        for column, values in zip(columns, zip(*speedups, strict=True), strict=True):
-            row[column] = _shown(_mean(values), "x")
-        rows.append(row)
+    for label, seeds in runs.items():
+        for ratio in ratios if not seeds[0].fixed else ():
+            row = {"run": label, "training : communication": f"{ratio:g}"}
+            found = []
+            for seed in seeds:
+                clock = seed.of_ratio(ratio)
+                slow, fast = (seed.seconds(protocol, targets, model, clock) for protocol in PROTOCOLS[:2])
+                found.append([_ratio(a, b) for a, b in zip(slow, fast, strict=True)])
+            for column, values in zip(_columns(targets), zip(*found, strict=True), strict=True):
+                row[column] = _shown(_mean(values), "x")
+            rows.append(row)
     return rows

@@ -1,0 +1,167 @@
+"""What ``pfl-ext compare`` and ``sweep`` share: their options, the runs of a comparison, tables in all styles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pfl_ext.algorithms import METHODS
+from pfl_ext.comparison import Comparison, folder_name, method_of
+from pfl_ext.configuration import METRIC, STATISTIC
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.experiment import Experiment, method_options
+from pfl_ext.options import Option, nearest
+from pfl_ext.reports import ResultsFolder, table
+from pfl_ext.reports.tables import Style
+from pfl_ext.runs import run_in
+
+from .flags import add_option
+from .methods import listed, make_known
+from .parser import Parser, UsageError
+from .parsing import Basis, Output, Words, add_data, add_output, add_settings, words_of
+
+__all__ = ["Compared", "Look", "compared", "folders_of", "run_all", "write_tables"]
+
+_SUFFIXES: dict[Style, str] = {"markdown": "md", "csv": "csv", "latex": "tex"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the tables look."""
+
+    metric: str
+    statistic: str
+    style: Style
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a command line and its configuration file compare, and what they sweep over."""
+
+    words: Words
+    comparison: Comparison
+    vary: Mapping[str, Sequence[Any]]
+    look: Look
+
+
+def compared(command: str, arguments: Sequence[str], description: str) -> Compared:
+    """Parse the command line of ``compare`` or ``sweep``."""
+    basis = Basis.of(command, arguments)
+    configuration = basis.configuration
+    parser = Parser(
+        command,
+        " METHOD METHOD ...",
+        description=f"{description}\n"
+        "A method's own options: --set ditto.lam=0.1, or a table [method.ditto] in the configuration file, which may\n"
+        "also list the methods, seeds, metric, statistic, and variants of a method under names of their own\n"
+        "(docs/methods.md).",
+        epilog=listed(),
+    )
+    _add_options(parser, command, basis)
+    words = words_of(parser, arguments, {"partition": basis.partition})
+    rest = words.rest
+    methods = rest["methods"] or list(configuration.methods)
+    if not methods:
+        raise UsageError(f"name the methods to compare; known are {', '.join(METHODS)}")
+    sections = words.over(configuration.sections)
+    _set_own(sections, rest["set"], methods)
+    for label in methods:
+        name = method_of(label, sections)
+        if ":" in name:  # makes that of a file known
+            make_known(name, trusted=name in rest["methods"] or basis.trust_code)
+    seeds = configuration.seeds
+    if rest["seeds"] is not None:
+        seeds = Option("--seeds", tuple[int, ...], (), "").parse(rest["seeds"])
+    return Compared(
+        words,
+        Comparison(sections, tuple(methods), seeds),
+        {**configuration.sweep, **_varied(rest.get("vary", ()))},
+        Look(rest["metric"] or configuration.metric, rest["statistic"] or configuration.statistic, rest["style"]),
+    )
+
+
+def _add_options(parser: Parser, command: str, basis: Basis) -> None:
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods, or variants that the file names")
+    group = parser.add_argument_group("options of all methods")
+    for option in method_options("fedavg").values():
+        add_option(group, option, "method")
+    add_data(parser, basis.partition)
+    add_settings(parser)
+    add_output(parser, f"results/{command}-DATA-PARTITION")
+    group = parser.add_argument_group("comparison")
+    group.add_argument(
+        "--set", action="append", default=[], metavar="METHOD.OPTION=VALUE", help="an option of one method"
+    )
+    if command == "sweep":
+        group.add_argument(
+            "--vary", action="append", default=[], metavar="SECTION.OPTION=A,B,...", help="an option and its values"
+        )
+    group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
+    for option in (METRIC, STATISTIC):  # the file may set them: no default here
+        text = f"{option.help} (default: {option.default})"
+        group.add_argument(f"--{option.name}", choices=option.choices, help=text)
+    group.add_argument("--style", choices=tuple(_SUFFIXES), default="markdown", help="of the printed table")
+
+
+def _set_own(sections: dict[str, dict[str, Any]], settings: Sequence[str], methods: Sequence[str]) -> None:
+    """Set the options of one method that --set names."""
+    for setting in settings:
+        target, equals, value = setting.partition("=")
+        method, dot, name = target.rpartition(".")
+        if not (equals and dot):
+            raise UsageError(f"--set {setting}: METHOD.OPTION=VALUE is accepted, such as ditto.lam=0.1")
+        if method not in methods:
+            raise UsageError(f"--set {setting}: {method} is not compared{nearest(method, methods)}")
+        own = sections.setdefault("method", {})
+        own[method] = {**own.get(method, {}), name: value}
+
+
+def _varied(settings: Sequence[str]) -> dict[str, list[str]]:
+    """The options and values that --vary names."""
+    found = {}
+    for setting in settings:
+        name, equals, values = setting.partition("=")
+        if not equals:
+            raise UsageError(f"--vary {setting}: SECTION.OPTION=A,B,... is accepted, such as method.rho=0.05,0.1")
+        found[name] = [value.strip() for value in values.split(",")]
+    return found
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def folders_of(experiments: Sequence[tuple[str, Experiment]], folder: Path) -> list[Path]:
+    """The folder of each run of a comparison."""
+    return [folder / f"{folder_name(label)}-seed{made.settings.seed}" for label, made in experiments]
+
+
+def run_all(
+    experiments: Sequence[tuple[str, Experiment]], folder: Path, output: Output
+) -> tuple[dict[str, list[ResultsFolder]], Dataset, Partition]:
+    """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last."""
+    runs: dict[str, list[ResultsFolder]] = {label: [] for label, _ in experiments}
+    made: dict[int, tuple[Dataset, Partition]] = {}
+    for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
+        seed = experiment.settings.seed
+        if seed not in made:
+            made = {seed: experiment.make_data()}  # one at a time: they are large
+        run_in(
+            own,
+            experiment,
+            *made[seed],
+            label=label,
+            resume=output.resume,
+            overwrite=output.overwrite,
+            quiet=output.quiet,
+            board=output.tensorboard,
+        )
+        runs[label].append(ResultsFolder.open(own))
+    return runs, *made[seed]
+
+
+def write_tables(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> None:
+    """Write a table in all styles."""
+    for style, suffix in _SUFFIXES.items():
+        (folder / f"{name}.{suffix}").write_text(table(rows, style=style), encoding="utf-8")

@@ -1,0 +1,121 @@
+"""How options are spelled on the command line: flags made of them, and messages that speak of these flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pfl_ext.algorithms import METHODS
+from pfl_ext.data import PARTITIONERS
+from pfl_ext.experiment import (
+    DATA_OPTIONS,
+    NETWORK_OPTIONS,
+    PARTITION_OPTIONS,
+    method_options,
+    owners,
+    partition_options,
+    settings_options,
+)
+from pfl_ext.options import Option, OptionError, nearest
+
+from .parser import UsageError
+
+__all__ = ["add_option", "flag", "known_flags", "refuse_unknown", "spoken", "with_flags"]
+
+_TABLES = {"data": DATA_OPTIONS, "partition": PARTITION_OPTIONS, "network": NETWORK_OPTIONS}
+
+
+def flag(section: str, key: str) -> str:
+    """What an option of a table is called on the command line."""
+    if key in _TABLES.get(section, {}):
+        name = _TABLES[section][key].name
+    else:
+        name = f"network_{key}" if section == "network" else key
+    return "--" + name.replace("_", "-")
+
+
+def add_option(group: Any, option: Option, section: str, key: str | None = None) -> None:
+    """Add the flag of an option, ``key`` of its table.
+
+    Defaults stay out of the parsed result, so that a configuration file can set them.
+    """
+    key = key or option.name
+    default = option.default
+    if isinstance(default, tuple):
+        default = ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in default)
+    text = option.help.replace("%", "%%")
+    if isinstance(default, (str, int, float)):
+        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+    common: dict[str, Any] = {"dest": f"{section}.{key}", "default": argparse.SUPPRESS, "help": text}
+    spelled = flag(section, key)
+    if option.type is bool:
+        group.add_argument(spelled, action=argparse.BooleanOptionalAction, **common)
+    else:
+        metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else None
+        group.add_argument(spelled, metavar=metavar or spelled[2:].replace("-", "_").upper(), **common)
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], chosen: Mapping[str, str]) -> None:
+    """Refuse what a parser has left over.
+
+    Args:
+        parser: it.
+        unknown: what it has left over.
+        chosen: the partition and the method of the run, by "partition" and "method"; neither where it has none.
+    """
+    options = [word for word in unknown if word.startswith("-")]
+    if options:
+        name = options[0].partition("=")[0]
+        key = name.lstrip("-").replace("-", "_")
+        for section, own in chosen.items():
+            others = owners(section, key)
+            if others:
+                raise UsageError(f"{name} is an option of the {section} {', '.join(others)}; this run has {own}")
+        flags = [spelled for action in parser._actions for spelled in action.option_strings]
+        if "--set" in flags and (others := owners("method", key)):
+            raise UsageError(f"{name} is an option of the method {', '.join(others)}: --set METHOD.{key}=VALUE sets it")
+        raise UsageError(f"unknown option {name}{nearest(name, flags)}; see {parser.prog} --help")
+    if unknown:
+        raise UsageError(f"unexpected argument {unknown[0]!r}; see {parser.prog} --help")
+
+
+def spoken(error: OptionError, given: Mapping[str, Mapping[str, Any]]) -> str:
+    """The message of an error: about the flag, where the command line gave the value, else about the table's option."""
+    if error.name in given.get(error.section, {}) and given[error.section][error.name] == error.value:
+        return f"{flag(error.section, error.name)} {error.problem}"
+    return f"{error.section}.{error}" if error.section and str(error).startswith(f"{error.name} ") else str(error)
+
+
+def known_flags() -> dict[str, str]:
+    """The flags of all options of all partitions and methods by their names in Python."""
+    found: dict[str, str] = {}
+    for method in METHODS:
+        found |= {key: flag("method", key) for key in method_options(method)}
+    for partition in PARTITIONERS:
+        found |= {key: flag("partition", key) for key in partition_options(partition)}
+    found |= {key: flag("federation", key) for key in settings_options()}
+    for section, options in _TABLES.items():
+        found |= {key: flag(section, key) for key in options if key != "name"}
+    return found
+
+
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """A message of the library in the words of the command line.
+
+    In Python options are keyword arguments: ``download=True`` is ``--download`` here, ``server=0.1`` is
+    ``--server 0.1``, and what begins with "device is" speaks of ``--device``.
+    """
+
+    def spelled(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        return flags[name] if value == "True" else f"{flags[name]} {value}"
+
+    names = _any(flags)
+    message = re.sub(rf"(?<![\w/.=-])({names})=(\w+(?:\.\w+)*)(?![\w/=])", spelled, message)
+    return re.sub(rf"^({names})(?= is )", lambda match: flags[match[1]], message)
+
+
+def _any(names: Iterable[str]) -> str:
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"

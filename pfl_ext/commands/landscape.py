@@ -1,0 +1,126 @@
+"""``pfl-ext landscape FOLDER ...``: the loss around the models that runs have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pfl_ext.experiment import Experiment
+from pfl_ext.federation import stream
+from pfl_ext.options import nearest
+from pfl_ext.reports import ResultsFolder, Surface, draw_landscapes, loss_surface, table
+from pfl_ext.runs import SavedModels
+
+from .flags import refuse_unknown
+from .methods import add_trust, make_known
+from .parser import Parser, UsageError
+
+__all__ = ["Request", "execute", "flags", "parse"]
+
+_SPLITS = ("train", "validation", "test", "global_test")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Landscapes to be drawn."""
+
+    folders: tuple[Path, ...]
+    client: int
+    models: tuple[str, ...] | None
+    split: str
+    samples: int
+    points: int
+    radius: float
+    seed: int
+    data_root: Path | None
+    trust_code: bool
+    output: Path
+
+
+def flags() -> dict[str, str]:
+    """How names in messages are spelled on this command line."""
+    return {"root": "--data-root"} | {name: f"--{name}" for name in ("client", "points", "radius", "samples")}
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """The landscapes of a command line."""
+    parser = Parser(
+        "landscape",
+        " FOLDER ...",
+        description="Draw the loss around the models of finished runs, along two random directions whose filters are\n"
+        "as long as the model's own (Li et al., 2018): the same directions and one scale for all, so that runs of one\n"
+        "network and one partition compare. The folders are those that pfl-ext run and compare write.",
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folders of runs")
+    parser.add_argument("--client", type=int, default=0, help="whose models and data (default: 0)")
+    parser.add_argument("--models", help="such as global,personal (default: all that the runs evaluate)")
+    parser.add_argument("--split", choices=_SPLITS, default="train", help="the data (default: the client's train)")
+    parser.add_argument("--samples", type=int, default=1000, help="at most so many of them (default: 1000)")
+    parser.add_argument("--points", type=int, default=21, help="of the grid in each direction (default: 21)")
+    parser.add_argument("--radius", type=float, default=1.0, help="1: as far as the filters are long (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="decides the directions (default: 0)")
+    parser.add_argument("--data-root", type=Path, help="the folder with the data's files, if not that of the run")
+    add_trust(parser)
+    parser.add_argument("--output", type=Path, default=Path("landscape.png"), help="the picture to write")
+    parsed, unknown = parser.parse_known_args(list(arguments))
+    refuse_unknown(parser, unknown, {})
+    if parsed.samples < 1:
+        raise UsageError(f"--samples is {parsed.samples}; accepted is 1 or more")
+    return Request(
+        folders=tuple(parsed.folders),
+        client=parsed.client,
+        models=None if parsed.models is None else tuple(parsed.models.split(",")),
+        split=parsed.split,
+        samples=parsed.samples,
+        points=parsed.points,
+        radius=parsed.radius,
+        seed=parsed.seed,
+        data_root=parsed.data_root,
+        trust_code=parsed.trust_code,
+        output=parsed.output,
+    )
+
+
+def execute(request: Request) -> int:
+    """Draw them, and print how steep they are."""
+    surfaces, rows = {}, []
+    for folder in request.folders:
+        run = folder.resolve().name
+        for name, surface in _surfaces(folder, request).items():
+            surfaces[f"{run}, {name}"] = surface
+            within = [share * request.radius for share in (0.2, 0.5, 1)]
+            rises = {f"rise within {radius:g}": surface.rise(radius) for radius in within}
+            rows.append({"run": run, "model": name, "loss": surface.centre, **rises})
+    draw_landscapes(surfaces, request.output)
+    print(table(rows, digits=3))
+    print(f"drawn into {request.output}")
+    return 0
+
+
+def _surfaces(folder: Path, request: Request) -> dict[str, Surface]:
+    """The loss around each model of a run."""
+    sections = ResultsFolder.open(folder).read_json("config.json")
+    if request.data_root is not None:
+        sections["data"]["root"] = str(request.data_root)
+    make_known(str(sections.get("method", {}).get("name")), trusted=request.trust_code)
+    saved = SavedModels(folder, Experiment.from_sections(sections), request.client)
+    chosen = list(saved.states) if request.models is None else request.models
+    for name in chosen:
+        if name not in saved.states:
+            close = nearest(name, saved.states)
+            raise UsageError(f"--models {name}: {folder} has {', '.join(saved.states)}{close}")
+    indices = saved.samples(request.split, request.samples, request.seed)
+    if len(indices) == 0:
+        raise UsageError(f"--split {request.split}: client {request.client} has no such data")
+    return {
+        name: loss_surface(
+            saved.model,
+            saved.states[name],
+            lambda: saved.client.loss(indices),
+            stream(request.seed, "landscape"),
+            points=request.points,
+            radius=request.radius,
+        )
+        for name in chosen
+    }

@@ -1,0 +1,92 @@
+"""``pfl-ext virtual-time FOLDER ...``: how long finished runs take on a virtual clock, under each protocol."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pfl_ext.experiment import settings_options
+from pfl_ext.options import Option
+from pfl_ext.reports import table, timeline
+from pfl_ext.reports.tables import Style
+from pfl_ext.reports.virtual_time import CLOCK, seconds, speedups, timed_below
+
+from .flags import flag, refuse_unknown
+from .parser import Parser
+
+__all__ = ["Request", "execute", "flags", "parse"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Runs to be timed."""
+
+    folders: tuple[Path, ...]
+    targets: tuple[float, ...]
+    model: str
+    ratios: tuple[float, ...]
+    against: str | None
+    picture: Path | None
+    rounds: int
+    style: Style
+    clock: Mapping[str, Any]
+    """Options of the clock in place of the runs' own."""
+
+
+def flags() -> dict[str, str]:
+    """How names in messages are spelled on this command line."""
+    return {name: flag("federation", name) for name in CLOCK}
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """The runs of a command line."""
+    parser = Parser(
+        "virtual-time",
+        " FOLDER ...",
+        description="Virtual time of finished runs to a target accuracy, under compute-and-wait and wait-free.\n"
+        "Asynchronous runs and those that train until the new model arrives have one time: their own.",
+    )
+    parser.add_argument("results", nargs="+", type=Path, metavar="FOLDER", help="results of run, compare or sweep")
+    parser.add_argument("--target", nargs="+", type=float, default=[], help="accuracies to reach, such as 0.4 0.8")
+    parser.add_argument("--model", default="personal", help="whose accuracy: personal or global (default: personal)")
+    parser.add_argument(
+        "--ratios", help="times of personal training to communication, such as 0.25,1,4: a table of speed-ups over them"
+    )
+    parser.add_argument("--against", help="speed-ups of all runs against compute-and-wait of the one with this name")
+    parser.add_argument("--picture", type=Path, help="draw who does what when in the first run's first rounds")
+    parser.add_argument("--rounds", type=int, default=3, help="so many of them (default: 3)")
+    parser.add_argument("--style", choices=("markdown", "csv", "latex"), default="markdown")
+    group = parser.add_argument_group("another clock than the runs' own")
+    known = settings_options()
+    for name in CLOCK:
+        group.add_argument(flag("federation", name), help=known[name].help, default=argparse.SUPPRESS)
+    parsed, unknown = parser.parse_known_args(list(arguments))
+    refuse_unknown(parser, unknown, {})
+    return Request(
+        folders=tuple(parsed.results),
+        targets=tuple(parsed.target),
+        model=parsed.model,
+        ratios=Option("--ratios", tuple[float, ...], (), "").parse(parsed.ratios or ()),
+        against=parsed.against,
+        picture=parsed.picture,
+        rounds=parsed.rounds,
+        style=parsed.style,
+        clock={name: known[name].parse(value) for name, value in vars(parsed).items() if name in CLOCK},
+    )
+
+
+def execute(request: Request) -> int:
+    """Print the table, draw the picture."""
+    runs = timed_below(request.folders, request.clock)
+    if request.ratios:
+        rows = speedups(runs, request.ratios, request.targets, request.model)
+    else:
+        rows = seconds(runs, request.targets, request.model, request.against)
+    print(table(rows, style=request.style))
+    if request.picture is not None:
+        first = next(iter(runs.values()))[0]
+        timeline({p: first.spans(p, request.rounds) for p in first.protocols()}, request.picture)
+    return 0
