@@ -46,18 +46,16 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
 
     Args:
         name: one of the names, or ``folder:PATH``, ``folder:PATH@SIZE``, ``npz:PATH``.
-        root: the folder with the files of MNIST, Fashion-MNIST and CIFAR; by default what the environment variable
-            ``PFL_EXT_DATA`` names, else ``data``.
+        root: the folder with the files; by default what the environment variable ``PFL_EXT_DATA`` names, else ``data``.
+            A relative PATH is taken as it stands, or, where there is none, from that folder.
         download: let torchvision download what is not there into ``root``.
     """
     kind, _, argument = name.partition(":")
     if kind == "npz" and argument:
-        return read_npz(Path(argument).expanduser())
+        return read_npz(_place(argument, root))
     if kind == "folder" and argument:
-        path, _, size = argument.rpartition("@")
-        if path and size.isdigit() and int(size) > 0:
-            return read_folder(Path(path).expanduser(), int(size))
-        return read_folder(Path(argument).expanduser())
+        path, size = _sized(argument)
+        return read_folder(_place(path, root), size)
     if name == "digits":
         return _digits()
     root = _root(root)
@@ -92,7 +90,7 @@ def load_test(name: str, root: Path | str | None = None, download: bool = False)
 
 def _test_folder(kind: str, given: str | None, root: Path | str | None, folders: tuple[str, ...], files: str) -> Path:
     if given is not None:
-        return Path(given).expanduser()
+        return _place(given, root)
     root = _root(root)
     for folder in folders:
         if any((root / folder).glob("*.npy")):
@@ -105,6 +103,25 @@ def _test_folder(kind: str, given: str | None, root: Path | str | None, folders:
 
 def _root(root: Path | str | None) -> Path:
     return Path(root if root is not None else os.environ.get("PFL_EXT_DATA", "data")).expanduser()
+
+
+def _place(path: str, root: Path | str | None) -> Path:
+    """Where something is that the user named: at the path as it stands, else in the root."""
+    given = Path(path).expanduser()
+    places = [given.absolute()] if given.is_absolute() else [given.absolute(), (_root(root) / given).absolute()]
+    for place in places:
+        if place.exists():
+            return place
+    raise FileNotFoundError(
+        f"there is no {' and no '.join(map(str, places))}; name the folder that has {given} in root (--data-root) or "
+        "in the environment variable PFL_EXT_DATA"
+    )
+
+
+def _sized(path: str) -> tuple[str, int | None]:
+    """``PATH@SIZE`` as path and size."""
+    front, _, size = path.rpartition("@")
+    return (front, int(size)) if front and size.isdecimal() and int(size) > 0 else (path, None)
 
 
 def _digits() -> Dataset:

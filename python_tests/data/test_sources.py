@@ -432,14 +432,45 @@ def test_different_sizes_need_a_common_one(tmp_path, save_image):
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path, save_image):
+    (tmp_path / "file").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="no folder"):
-        load(f"folder:{tmp_path / 'absent'}")
+        load(f"folder:{tmp_path / 'file'}")
+    (tmp_path / "file").unlink()
     with pytest.raises(ValueError, match="has no images"):
         load(f"folder:{tmp_path}")
     save_image(tmp_path / "a" / "1.png", pixels(4, 4, 3))
     (tmp_path / "a" / "2.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"2\.png cannot be read"):
         load(f"folder:{tmp_path}")
+
+
+# ---- where they are looked for --------------------------------------------------------------------------------------
+
+
+def test_a_relative_path_is_taken_as_it_stands_and_then_from_the_root(tmp_path, save_image, monkeypatch):
+    here, root = tmp_path / "here", tmp_path / "root"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    save_image(root / "pets" / "cat" / "1.png", np.full((4, 4, 3), 1, np.uint8))
+    np.savez(root / "a.npz", x_train=pixels(6, 5, 5), y_train=np.arange(6))
+    assert load("folder:pets", root).inputs.unique().tolist() == [1]
+    assert load("folder:pets@2", root).input_shape == (3, 2, 2)
+    assert load("folder:pets@2", root).name == "pets@2"
+    assert len(load("npz:a.npz", root)) == 6
+    monkeypatch.setenv("PFL_EXT_DATA", str(root))
+    assert len(load("folder:pets")) == 1
+    save_image(here / "pets" / "cat" / "1.png", np.full((4, 4, 3), 2, np.uint8))
+    assert load("folder:pets", root).inputs.unique().tolist() == [2]
+    assert load(f"folder:{root}/pets").inputs.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("name", ["folder:pets", "npz:pets", "folder:pets@8"])
+def test_what_is_in_neither_place_is_answered_with_both(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as error:
+        load(name, "root")
+    for expected in (tmp_path / "pets", tmp_path / "root" / "pets", "--data-root", "PFL_EXT_DATA"):
+        assert str(expected) in str(error.value)
 
 
 # ---- the real files -------------------------------------------------------------------------------------------------
