@@ -14,7 +14,7 @@ from typing import Any
 
 from . import nn
 from .algorithms import METHODS
-from .data import PARTITIONERS, Dataset, Partition, load, load_test
+from .data import PARTITIONERS, SOURCES, Dataset, Partition, load, load_test
 from .federation import Federation, Method, Settings, stream
 
 __all__ = [
@@ -167,8 +167,10 @@ def _checked(section: str, given: Mapping[str, Any], known: Mapping[str, Option]
 
 
 DATA_OPTIONS = {
-    "name": Option("data", str, "digits", "digits, mnist, fashion-mnist, cifar10, cifar100, folder:PATH or npz:PATH"),
-    "root": Option("data_root", Path | None, None, "the folder with the files of mnist, cifar10, ..."),
+    "name": Option("data", str, "digits", ", ".join(SOURCES)),
+    "root": Option(
+        "data_root", Path | None, None, "the folder with the files; relative PATHs are looked for there too"
+    ),
     "download": Option("download", bool, False, "let torchvision download what is not there"),
     "train_samples": Option("train_samples", int, 0, "use so many training samples, drawn from the seed; 0: all"),
     "test_samples": Option("test_samples", int, 0, "use so many of the official test samples; 0: all"),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from .archive import read_npz
+from .chexpert import FOLDERS as CHEXPERT_FOLDERS
+from .chexpert import read_chexpert
 from .cifar import CIFAR, read_cifar
 from .dataset import Dataset
 from .folder import read_folder
@@ -26,6 +28,8 @@ SOURCES = {
     "fashion-mnist": "70,000 pieces of clothing of 28 x 28 pixels, 10 classes",
     "cifar10": "60,000 photographs of 32 x 32 pixels, 10 classes",
     "cifar100": "60,000 photographs of 32 x 32 pixels, 100 classes",
+    "chexpert": "223,414 X-rays with five labels, scaled to 64 x 64 pixels, uncertain labels positive; chexpert@224 "
+    "scales them to 224, chexpert:PATH and chexpert:PATH@224 name the folder",
     "folder:PATH": "images in PATH/<class>, PATH/train/<class>, PATH/<domain>/<class>, or TinyImageNet; folder:PATH@64 "
     "scales them to 64 x 64",
     "npz:PATH": "a NumPy archive with x_<domain> and y_<domain>, or x_train, y_train, x_test, y_test",
@@ -45,17 +49,18 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
     """A dataset by its name; :data:`SOURCES` lists them.
 
     Args:
-        name: one of the names, or ``folder:PATH``, ``folder:PATH@SIZE``, ``npz:PATH``.
+        name: one of the names; PATH and SIZE are the user's, as in ``folder:photos@64``.
         root: the folder with the files; by default what the environment variable ``PFL_EXT_DATA`` names, else ``data``.
             A relative PATH is taken as it stands, or, where there is none, from that folder.
         download: let torchvision download what is not there into ``root``.
     """
-    kind, _, argument = name.partition(":")
-    if kind == "npz" and argument:
-        return read_npz(_place(argument, root))
-    if kind == "folder" and argument:
-        path, size = _sized(argument)
+    kind, path, size = _parsed(name)
+    if kind == "npz" and path:
+        return read_npz(_place(name.removeprefix("npz:"), root))
+    if kind == "folder" and path:
         return read_folder(_place(path, root), size)
+    if kind == "chexpert":
+        return read_chexpert(_place(path, root) if path else _chexpert_folder(_root(root)), size)
     if name == "digits":
         return _digits()
     root = _root(root)
@@ -118,10 +123,23 @@ def _place(path: str, root: Path | str | None) -> Path:
     )
 
 
-def _sized(path: str) -> tuple[str, int | None]:
-    """``PATH@SIZE`` as path and size."""
-    front, _, size = path.rpartition("@")
-    return (front, int(size)) if front and size.isdecimal() and int(size) > 0 else (path, None)
+def _parsed(name: str) -> tuple[str, str, int | None]:
+    """``KIND``, ``KIND:PATH``, ``KIND@SIZE`` or ``KIND:PATH@SIZE`` as its parts, "" for no path."""
+    found = re.fullmatch(r"([^:@]*)(?::(.+?))?(?:@([1-9][0-9]*))?", name)
+    if found is None:
+        return name, "", None
+    return found[1], found[2] or "", None if found[3] is None else int(found[3])
+
+
+def _chexpert_folder(root: Path) -> Path:
+    for folder in CHEXPERT_FOLDERS:
+        if (root / folder / "train.csv").is_file():
+            return root / folder
+    raise FileNotFoundError(
+        f"chexpert is not in {root.absolute()}. Expected there: {' or '.join(CHEXPERT_FOLDERS)}, with train.csv and "
+        "the images, which Stanford gives to those who register. Name the folder that has them, in root, in the "
+        "environment variable PFL_EXT_DATA, or as chexpert:PATH."
+    )
 
 
 def _digits() -> Dataset:

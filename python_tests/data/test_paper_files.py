@@ -25,7 +25,7 @@ SHAPES = {
     "folder:tiny-imagenet-200": (3, 64, 64),
     "folder:inaturalist-2017@64": (3, 64, 64),
     "folder:OfficeHome@224": (3, 224, 224),
-    "npz:chexpert.npz": (1, 64, 64),
+    "chexpert": (3, 64, 64),
 }
 
 
@@ -102,8 +102,19 @@ def _photographs(root: Path) -> None:
 
 
 def _chexpert(root: Path) -> None:
-    arrays = {"train_images": _random(300, 64, 64), "train_labels": _random(300, 5) % 2}
-    np.savez(root / "chexpert.npz", **arrays, test_images=_random(30, 64, 64), test_labels=_random(30, 5) % 2)
+    """Grey X-rays of different sizes, and their table, of which only the used columns have values."""
+    labels = ("Cardiomegaly", "Edema", "Consolidation", "Atelectasis", "Pleural Effusion")
+    names = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "No Finding", *labels, "Support Devices"]
+    rows = [",".join(names)]
+    for i in range(300):
+        place = f"train/patient{i:05d}/study1/view1_frontal.jpg"
+        values = [("1.0", "0.0", "-1.0", "")[(i >> label) % 4] for label in range(5)]
+        rows.append(f"CheXpert-v1.0-small/{place},Female,68,Frontal,AP,1.0,{','.join(values)},")
+        image = pytest.importorskip("PIL.Image")
+        path = root / "CheXpert-v1.0-small" / place
+        path.parent.mkdir(parents=True)
+        image.fromarray(_random(70 + i % 5, 80)).save(path)
+    (root / "CheXpert-v1.0-small" / "train.csv").write_text("\n".join(rows) + "\n")
 
 
 @pytest.fixture(scope="module")
