@@ -90,7 +90,7 @@ def _add(group: Any, option: Option, section: str, key: str | None = None) -> No
 _DATA_OPTIONS = {
     **{f"data.{key}": option for key, option in DATA_OPTIONS.items()},
     "partition.name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
-    "partition.clients": Option("clients", int, 10, "number of clients"),
+    "partition.clients": Option("clients", int, None, "number of clients (default: 10; by_domain: one for each)"),
     "partition.file": Option("partition_file", Path, None, "a saved partition in place of a drawn one"),
     "network.name": Option("network", str, "auto", f"auto, {', '.join(NETWORKS)}"),
 }

@@ -21,6 +21,7 @@ __all__ = [
     "DATA_OPTIONS",
     "Experiment",
     "Option",
+    "default_clients",
     "method_options",
     "nearest",
     "network_options",
@@ -129,6 +130,12 @@ def partition_options(name: str) -> dict[str, Option]:
     return _of_signature(_known("partition", name, PARTITIONERS))
 
 
+def default_clients(partition: str) -> int | None:
+    """How many clients there are unless a number is given: 10, or None where the data say it."""
+    clients = inspect.signature(_known("partition", partition, PARTITIONERS)).parameters["clients"]
+    return 10 if clients.default is clients.empty else None
+
+
 def network_options(name: str) -> dict[str, Option]:
     """The options of a network: its own, and those that all have; ``auto`` has the latter alone."""
     own = {} if name == "auto" else _of_signature(_known("network", name, nn.NETWORKS))
@@ -203,12 +210,17 @@ class Experiment:
     data: str = "digits"
     data_options: Mapping[str, Any] = field(default_factory=dict)
     partition: str = "ds1"
-    clients: int = 10
+    clients: int | None = None
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     partition_file: Path | None = None
     network: str = "auto"
     network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        """Set the number of clients where none is given."""
+        if self.clients is None:
+            object.__setattr__(self, "clients", default_clients(self.partition))
 
     @staticmethod
     def from_sections(sections: Mapping[str, Mapping[str, Any]]) -> Experiment:
@@ -228,7 +240,7 @@ class Experiment:
         default = Experiment("fedavg")
         name = str(method.pop("name"))
         cut = str(partition.pop("name", default.partition))
-        clients = Option("clients", int, default.clients, "").parse(partition.pop("clients", default.clients))
+        clients = Option("clients", int | None, None, "").parse(partition.pop("clients", None))
         file = partition.pop("file", None)
         source = _checked("data", data, DATA_OPTIONS)
         net = str(network.pop("name", default.network))
@@ -245,7 +257,7 @@ class Experiment:
             network_options=_checked(f"the network {net}", network, network_options(net)),
             settings=Settings(**_checked("federation", federation, settings_options())),
         )
-        if experiment.clients < 1:
+        if experiment.clients is not None and experiment.clients < 1:
             raise ValueError(f"clients is {experiment.clients}; accepted is 1 or more")
         experiment.make_method()
         return experiment

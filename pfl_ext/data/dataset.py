@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Dataset", "channel_statistics"]
+__all__ = ["CLASSES", "Dataset", "channel_statistics", "class_names"]
+
+CLASSES = 100_000
+"""How many classes there may be: a target beyond is no class number but something else, or damaged."""
 
 
 def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +34,14 @@ def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(channels.double(), dim=1, correction=0)
     std = variance.sqrt()
     return mean.float(), torch.where(std > 0, std, 1.0).float()
+
+
+def class_names(targets: Tensor) -> tuple[str, ...]:
+    """ "0", "1", ... up to the largest class number, or one for each label of multi-label targets."""
+    count = targets.shape[1] if targets.ndim > 1 else int(targets.max()) + 1
+    if count > CLASSES:
+        raise ValueError(f"the largest target is {count - 1}; class numbers below {CLASSES:,} are accepted")
+    return tuple(map(str, range(count)))
 
 
 def _digest(digest: Any, label: str, tensor: Tensor | None) -> None:
@@ -281,8 +292,7 @@ class Dataset:
         if y.ndim == 1:
             y = y.to(torch.int64)
         if classes is None:
-            count = y.shape[1] if y.ndim > 1 else int(y.max()) + 1
-            classes = [str(c) for c in range(count)]
+            classes = class_names(y)
         return Dataset(
             name=name,
             inputs=x,

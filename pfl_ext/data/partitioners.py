@@ -263,25 +263,33 @@ def by_domain(
 ) -> Shares:
     """One domain for every client (PerAda's Office-Home); with more clients, equal shares of a domain for each.
 
-    Clients 0, 1, ... have the domains in their order; with twice as many clients, 0 and 1 have the first.
+    Clients 0, 1, ... have the domains in their order; with twice as many clients, 0 and 1 have the first. Data that
+    come with clients of their own, LEAF's users and PFLlib's clients, have them as domains: without ``clients`` this is
+    their partition. Domains without a training sample are left out then.
     """
     if dataset.domain is None:
         raise ValueError(f"{dataset.name!r} has no domains; use another partitioner")
     domains = len(dataset.domains)
-    clients = domains if clients is None else _positive(clients)
-    if clients % domains:
+    if clients is None:
+        holders = dataset.domain[~dataset.is_test].unique().tolist()
+    elif _positive(clients) % domains:
         raise ValueError(f"{clients} clients for {domains} domains; a multiple of {domains} is accepted")
-    each = clients // domains
+    else:
+        holders = [client * domains // clients for client in range(clients)]
+    each = torch.bincount(torch.tensor(holders), minlength=domains).tolist()
 
     def draw(available: Tensor) -> Tensor:
-        counts = torch.zeros(clients, domains, dtype=torch.int64)
+        counts = torch.zeros(len(holders), domains, dtype=torch.int64)
+        first = 0
         for d in range(domains):
-            if int(available[d]) < each:
-                raise ValueError(f"{each} clients for the {int(available[d])} samples of {dataset.domains[d]!r}")
-            counts[d * each : (d + 1) * each, d] = apportion(torch.ones(each), int(available[d]), generator)
+            if int(available[d]) < each[d]:
+                raise ValueError(f"{each[d]} clients for the {int(available[d])} samples of {dataset.domains[d]!r}")
+            if each[d]:
+                counts[first : first + each[d], d] = apportion(torch.ones(each[d]), int(available[d]), generator)
+            first += each[d]
         return counts
 
-    return Shares(clients, dataset.domain, domains, draw)
+    return Shares(len(holders), dataset.domain, domains, draw)
 
 
 @_partitioner()

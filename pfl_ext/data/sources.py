@@ -17,7 +17,9 @@ from .chexpert import read_chexpert
 from .cifar import CIFAR, read_cifar
 from .dataset import Dataset
 from .folder import read_folder
+from .leaf import read_leaf
 from .mnist import FILES, read_mnist
+from .pfllib import read_pfllib
 from .shifts import CIFAR10_1, LABELS, read_cifar10_1, read_cifar10_c
 
 __all__ = ["SOURCES", "TEST_SOURCES", "load", "load_test"]
@@ -32,6 +34,8 @@ SOURCES = {
     "scales them to 224, chexpert:PATH and chexpert:PATH@224 name the folder",
     "folder:PATH": "images in PATH/<class>, PATH/train/<class>, PATH/<domain>/<class>, or TinyImageNet; folder:PATH@64 "
     "scales them to 64 x 64",
+    "leaf:PATH": "LEAF's JSON files (FEMNIST, Shakespeare) in PATH/train and PATH/test; --partition by_domain: by user",
+    "pfllib:PATH": "a folder that PFLlib made, with config.json, train and test; --partition by_domain: its clients",
     "npz:PATH": "a NumPy archive with x_<domain> and y_<domain>, or x_train, y_train, x_test, y_test",
 }
 
@@ -42,6 +46,7 @@ TEST_SOURCES = {
 }
 """What :func:`load_test` knows beside :data:`SOURCES`."""
 
+READERS: dict[str, Callable[[Path], Dataset]] = {"leaf": read_leaf, "npz": read_npz, "pfllib": read_pfllib}
 MNIST_FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # torchvision's
 
 
@@ -54,9 +59,10 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
             A relative PATH is taken as it stands, or, where there is none, from that folder.
         download: let torchvision download what is not there into ``root``.
     """
+    kind, _, argument = name.partition(":")
+    if kind in READERS and argument:
+        return READERS[kind](_place(argument, root))
     kind, path, size = _parsed(name)
-    if kind == "npz" and path:
-        return read_npz(_place(name.removeprefix("npz:"), root))
     if kind == "folder" and path:
         return read_folder(_place(path, root), size)
     if kind == "chexpert":
