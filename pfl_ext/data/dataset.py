@@ -93,6 +93,8 @@ class Dataset:
                 f"inputs are {self.inputs.dtype} {tuple(self.inputs.shape)}; "
                 "uint8 or floating tensors of two or more dimensions, [samples, ...], are accepted"
             )
+        _check_finite(self.name, "inputs", self.inputs)
+        _check_finite(self.name, "targets", self.targets)
         for label, tensor in (("targets", self.targets), ("is_test", self.is_test), ("domain", self.domain)):
             if tensor is not None and len(tensor) != n:
                 raise ValueError(f"{label} has {len(tensor)} entries for {n} samples")
@@ -115,10 +117,11 @@ class Dataset:
         scale = shift = None
         if self.mean is not None and self.std is not None:
             channels = self.inputs.shape[1]
-            if self.mean.shape != (channels,) or self.std.shape != (channels,) or bool((self.std <= 0).any()):
+            usable = bool(self.mean.isfinite().all() and self.std.isfinite().all() and (self.std > 0).all())
+            if self.mean.shape != (channels,) or self.std.shape != (channels,) or not usable:
                 raise ValueError(
                     f"mean {tuple(self.mean.shape)} and std {tuple(self.std.shape)}: "
-                    f"[{channels}] each, and a positive std, are accepted"
+                    f"[{channels}] each, finite, and a positive std, are accepted"
                 )
             shape = (channels, *[1] * (self.inputs.ndim - 2))
             precision = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -322,6 +325,19 @@ class Dataset:
         if "classes" not in options and isinstance(getattr(train, "classes", None), (list, tuple)):
             options["classes"] = [str(label) for label in train.classes]
         return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name or type(train).__name__, **options)
+
+
+def _check_finite(name: str, label: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinity: losses and predictions of such samples mean nothing, and nobody would be told."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    if bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):  # one pass without a copy; NaN goes through
+        return
+    bad = torch.cat([(~part.flatten(1).isfinite()).any(1) for part in tensor.split(4096)]).nonzero().flatten()
+    raise ValueError(
+        f"{name!r} has NaN or infinity in the {label} of {len(bad)} of {len(tensor)} samples, the first is sample "
+        f"{int(bad[0])}; leave these samples out or give them numbers"
+    )
 
 
 def _check_numbers(label: str, numbers: Tensor, count: int, what: str) -> None:

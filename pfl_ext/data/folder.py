@@ -100,23 +100,33 @@ def _find(path: Path) -> list[_Image]:
 def _tiny(path: Path) -> list[_Image]:
     train = [
         _Image(file, wnid, False)
-        for wnid in (path / "wnids.txt").read_text().split()
+        for wnid in _text(path / "wnids.txt").split()
         if (path / "train" / wnid / "images").is_dir()
         for file in _files(path / "train" / wnid / "images")
     ]
     annotations = path / "val" / "val_annotations.txt"
     if not annotations.is_file():
         return train
-    rows = [line.split("\t") for line in annotations.read_text().splitlines() if line.strip()]
+    rows = [line.split("\t") for line in _text(annotations).splitlines() if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if len(row) < 2 or not row[1].strip():
+            raise ValueError(f"{annotations} has no label in row {number}; a file, a tab and a class are accepted")
     return train + [_Image(path / "val" / "images" / row[0], row[1], True) for row in rows]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from error
 
 
 def _tiny_names(path: Path) -> dict[str, str]:
     """What TinyImageNet's identifiers mean: the first word of words.txt, with the identifier where two are alike."""
     if not ((path / "wnids.txt").is_file() and (path / "words.txt").is_file()):
         return {}
-    wanted = set((path / "wnids.txt").read_text().split())
-    rows = (line.partition("\t") for line in (path / "words.txt").read_text().splitlines())
+    wanted = set(_text(path / "wnids.txt").split())
+    rows = (line.partition("\t") for line in _text(path / "words.txt").splitlines())
     words = {wnid: text.split(",")[0].strip() for wnid, _, text in rows if wnid in wanted}
     repeated = {word for word in words.values() if list(words.values()).count(word) > 1}
     return {wnid: f"{word} ({wnid})" if word in repeated else word for wnid, word in words.items()}
