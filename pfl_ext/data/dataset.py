@@ -223,6 +223,41 @@ class Dataset:
             dtype=like.dtype,
         )
 
+    def __str__(self) -> str:
+        """What it is, in five lines: samples, inputs, normalisation, targets, domains."""
+        test = int(self.is_test.sum())
+        parts = f"{len(self) - test:,} for training and {test:,} for testing" if test else "no test part"
+        inputs = f"{str(self.inputs.dtype).removeprefix('torch.')} {list(self.input_shape)}"
+        if self.inputs.numel():
+            inputs += " from {:g} to {:g}".format(*(float(bound) for bound in torch.aminmax(self.inputs)))
+        normalised = "as they are"
+        if self.mean is not None and self.std is not None:
+            channels = [
+                f"({mean:.4g}, {std:.4g})" for mean, std in zip(self.mean.tolist(), self.std.tolist(), strict=True)
+            ]
+            normalised = f"by (mean, standard deviation) of each channel: {_listed(channels)}"
+        train = self.targets[~self.is_test]
+        if self.multilabel:
+            counts, kind = (train > 0).sum(0), "labels, of which a sample may have several"
+        else:
+            counts, kind = torch.bincount(train, minlength=len(self.classes)), "classes"
+        lines = [
+            f"{self.name}: {len(self):,} samples, {parts}",
+            f"inputs: {inputs}, {self.inputs.nbytes / 1e6:,.1f} MB on {self.device}",
+            f"normalised: {normalised}",
+            f"targets: {len(self.classes)} {kind}: {_listed(self.classes)}; {_range(counts)} training samples of each",
+            "domains: none",
+        ]
+        if self.domain is not None:
+            counts = torch.bincount(self.domain, minlength=len(self.domains))
+            lines[-1] = f"domains: {len(self.domains)}: {_listed(self.domains)}; {_range(counts)} samples of each"
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line, without the numbers in it."""
+        shape = f"{str(self.inputs.dtype).removeprefix('torch.')} {list(self.input_shape)}"
+        return f"<Dataset {self.name!r}: {len(self)} samples {shape}, {len(self.classes)} classes>"
+
     def __len__(self) -> int:
         """The number of samples, test samples included."""
         return len(self.inputs)
@@ -325,6 +360,17 @@ class Dataset:
         if "classes" not in options and isinstance(getattr(train, "classes", None), (list, tuple)):
             options["classes"] = [str(label) for label in train.classes]
         return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name or type(train).__name__, **options)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and the last where some are left out; line ends and the like are written out."""
+    shown = [repr(name)[1:-1] for name in (names if len(names) <= 6 else (*names[:4], names[-1]))]
+    return ", ".join(shown if len(names) <= 6 else (*shown[:4], "...", shown[4]))
+
+
+def _range(counts: Tensor) -> str:
+    least, most = (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _check_finite(name: str, label: str, tensor: Tensor) -> None:

@@ -253,6 +253,37 @@ def test_a_mean_or_deviation_that_is_no_number_is_refused(dataset, value):
             dataset.normalised(**changes)
 
 
+def test_a_dataset_says_what_it_is_in_five_lines(dataset):
+    x = dataset.inputs.clone()
+    x[0, 0, 0, :2] = torch.tensor([0, 255])
+    printed = str(dataclasses.replace(dataset, inputs=x, name="pets", mean=torch.ones(3), std=torch.full((3,), 2.5)))
+    assert printed.splitlines() == [
+        "pets: 18 samples, 12 for training and 6 for testing",
+        "inputs: uint8 [3, 4, 5] from 0 to 255, 0.0 MB on cpu",
+        "normalised: by (mean, standard deviation) of each channel: (1, 2.5), (1, 2.5), (1, 2.5)",
+        "targets: 3 classes: 0, 1, 2; 4 training samples of each",
+        "domains: none",
+    ]
+    assert repr(dataset) == "<Dataset 'tensors': 18 samples uint8 [3, 4, 5], 3 classes>"
+
+
+def test_the_five_lines_stay_five_for_many_labels_domains_and_line_ends():
+    several = Dataset.from_tensors(
+        torch.tensor([[-1.0, 2.5], [0.0, 0.0]]),
+        torch.tensor([[1.0] + [0.0] * 9, [1.0] + [1.0] * 9]),
+        classes=["\n", *"abcdefghi"],
+        domain=torch.tensor([0, 0]),
+        domains=["here", "there"],
+    )
+    assert str(several).splitlines() == [
+        "tensors: 2 samples, no test part",
+        "inputs: float32 [2] from -1 to 2.5, 0.0 MB on cpu",
+        "normalised: as they are",
+        "targets: 10 labels, of which a sample may have several: \\n, a, b, c, ..., i; 1 to 2 training samples of each",
+        "domains: 2: here, there; 0 to 2 samples of each",
+    ]
+
+
 def test_targets_that_are_no_class_numbers_are_refused_at_once():
     with pytest.raises(ValueError, match="largest target is 1099511627776; class numbers below 100,000 are accepted"):
         Dataset.from_tensors(torch.zeros(2, 1), torch.tensor([0, 2**40]))
