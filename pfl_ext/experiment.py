@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from . import nn
 from .algorithms import METHODS
-from .data import PARTITIONERS, Dataset, Partition, load, load_test
+from .data import PARTITIONERS, SOURCES, Dataset, Partition, load, load_test
 from .engines import EngineOptions, make_engine
 from .federation import Federation, Method, Settings, stream
 from .options import REQUIRED, Option, OptionError, checked, made, nearest, of_dataclass, of_signature
@@ -22,6 +23,7 @@ __all__ = [
     "SECTIONS",
     "Experiment",
     "check_tables",
+    "default_clients",
     "method_options",
     "network_options",
     "owners",
@@ -47,6 +49,12 @@ def settings_options() -> dict[str, Option]:
 def partition_options(name: str) -> dict[str, Option]:
     """The options of a partitioner, read off its signature."""
     return of_signature(_known("partition", name, PARTITIONERS))
+
+
+def default_clients(partition: str) -> int | None:
+    """How many clients there are unless a number is given: 10, or None where the data say it."""
+    clients = inspect.signature(_known("partition", partition, PARTITIONERS)).parameters["clients"]
+    return 10 if clients.default is clients.empty else None
 
 
 def network_options(name: str) -> dict[str, Option]:
@@ -110,8 +118,10 @@ def check_tables(sections: Mapping[str, Any]) -> None:
 
 
 DATA_OPTIONS = {
-    "name": Option("data", str, "digits", "digits, mnist, fashion-mnist, cifar10, cifar100, folder:PATH or npz:PATH"),
-    "root": Option("data_root", Path | None, None, "the folder with the files of mnist, cifar10, ..."),
+    "name": Option("data", str, "digits", ", ".join(SOURCES)),
+    "root": Option(
+        "data_root", Path | None, None, "the folder with the files; relative PATHs are looked for there too"
+    ),
     "download": Option("download", bool, False, "let torchvision download what is not there"),
     "train_samples": Option("train_samples", int, 0, "use so many training samples, drawn from the seed; 0: all"),
     "test_samples": Option("test_samples", int, 0, "use so many of the official test samples; 0: all"),
@@ -136,7 +146,7 @@ DATA_OPTIONS = {
 
 PARTITION_OPTIONS = {
     "name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
-    "clients": Option("clients", int, 10, "number of clients"),
+    "clients": Option("clients", int | None, None, "number of clients (default: 10; by_domain: one for each)"),
     "file": Option("partition_file", Path | None, None, "a saved partition in place of a drawn one"),
 }
 """The options of the table ``partition`` beside those of the partitioner."""
@@ -156,13 +166,18 @@ class Experiment:
     data: str = DATA_OPTIONS["name"].default
     data_options: Mapping[str, Any] = field(default_factory=dict)
     partition: str = PARTITION_OPTIONS["name"].default
-    clients: int = PARTITION_OPTIONS["clients"].default
+    clients: int | None = None
     partition_options: Mapping[str, Any] = field(default_factory=dict)
     partition_file: Path | None = None
     network: str = NETWORK_OPTIONS["name"].default
     network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        """Set the number of clients where none is given."""
+        if self.clients is None:
+            object.__setattr__(self, "clients", default_clients(self.partition))
 
     @staticmethod
     def from_sections(sections: Mapping[str, Mapping[str, Any]]) -> Experiment:
@@ -181,7 +196,7 @@ class Experiment:
         refuse_unknown("data", "", data, DATA_OPTIONS)
         refuse_unknown("federation", "", federation, settings_options())
         source = checked("data", data, DATA_OPTIONS)
-        if cut["clients"] < 1:
+        if cut["clients"] is not None and cut["clients"] < 1:
             raise OptionError(
                 "partition", "clients", partition["clients"], f"is {cut['clients']}; accepted is 1 or more"
             )

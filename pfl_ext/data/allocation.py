@@ -2,13 +2,15 @@ r"""From numbers to samples: the steps that all partitioners share.
 
 A partitioner only decides *how many* samples of each category :math:`c` (class, domain, meta-category) client
 :math:`m` gets: a matrix of counts :math:`N_{mc}` with :math:`\sum_m N_{mc} \le n_c`. Which samples these are is drawn
-here, uniformly, so that the parts are disjoint by construction, and test sets are cut by the same matrix.
+here, uniformly, so that the parts are disjoint by construction, and test sets are cut by the same matrix. The options
+that all partitioners have are the keyword-only parameters of :func:`allocate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from .dataset import Dataset
 from .partition import Partition
 
-__all__ = ["allocate", "apportion", "deal_labels", "dirichlet_weights", "raise_to_minimum"]
+__all__ = ["Shares", "allocate", "apportion", "deal_labels", "dirichlet_weights", "raise_to_minimum"]
 
 TESTS = ("auto", "proportional", "split")
 
@@ -95,40 +97,54 @@ def deal_labels(clients: int, classes: int, k: int, generator: torch.Generator) 
     return has
 
 
-def allocate(
-    dataset: Dataset,
-    clients: int,
-    category: Tensor,
-    categories: int,
-    draw: Callable[[Tensor], Tensor],
-    *,
-    generator: torch.Generator,
-    validation: float,
-    test: str,
-    test_fraction: float,
-    description: dict[str, Any],
-    server: float = 0.0,
-    per_category: int = 0,
-) -> Partition:
-    """Draw counts, give every client its samples, and cut validation and test sets.
+@dataclass(frozen=True)
+class Shares:
+    """What is a partitioner's own: how many samples of each category every client gets.
 
     Args:
-        dataset: what is partitioned.
         clients: how many there are.
         category: ``[n]`` int64, of every sample.
         categories: how many there are; some may have no sample.
         draw: from the available number of samples of each category ``[categories]`` to counts
             ``[clients, categories]``; given what is left after ``per_category`` and ``server``.
-        generator: of everything that is random.
-        validation: fraction of a client's samples.
-        test: ``"proportional"``, ``"split"`` or ``"auto"``; see :mod:`pfl_ext.data.partitioners`.
-        test_fraction: fraction of a client's samples that ``test="split"`` takes.
-        description: what the partition shall say of itself.
         server: fraction of all samples held out for the server.
         per_category: samples of every category that each client gets before anything else.
     """
+
+    clients: int
+    category: Tensor
+    categories: int
+    draw: Callable[[Tensor], Tensor]
+    server: float = 0.0
+    per_category: int = 0
+
+
+def allocate(
+    dataset: Dataset,
+    shares: Shares,
+    generator: torch.Generator,
+    description: dict[str, Any],
+    *,
+    validation: Annotated[float, "fraction of a client's samples kept for validation"] = 0.0,
+    test: Annotated[
+        str,
+        "local tests: 'proportional' cuts the official test part as the training part is shared, 'split' pools all "
+        "samples and takes test_fraction of each client's, 'auto' is the first where there is a test part",
+    ] = "auto",
+    test_fraction: Annotated[float, "fraction of a client's samples kept for its test, with test='split'"] = 0.2,
+) -> Partition:
+    """Draw counts, give every client its samples, and cut validation and test sets.
+
+    Args:
+        dataset: what is partitioned.
+        shares: who gets how many samples of what.
+        generator: of everything that is random.
+        description: what the partition shall say of itself.
+        validation, test, test_fraction: what their annotations say; more in :mod:`pfl_ext.data.partitioners`.
+    """
+    clients, server, per_category = shares.clients, shares.server, shares.per_category
     _check(dataset, clients, generator, validation, test, test_fraction, server)
-    category, is_test = category.cpu(), dataset.is_test.cpu()
+    category, is_test = shares.category.cpu(), dataset.is_test.cpu()
     if test == "auto":
         test = "proportional" if bool(is_test.any()) else "split"
     if test == "proportional" and not bool(is_test.any()):
@@ -136,7 +152,7 @@ def allocate(
     pool = torch.arange(len(dataset)) if test == "split" else (~is_test).nonzero().flatten()
     if len(pool) < clients:
         raise ValueError(f"{clients} clients for {len(pool)} samples; every client needs one: use fewer clients")
-    available = torch.bincount(category[pool], minlength=categories)
+    available = torch.bincount(category[pool], minlength=shares.categories)
 
     left = available - clients * per_category
     if bool((left < 0).any()):
@@ -147,7 +163,7 @@ def allocate(
         )
     held_out = min(round(server * len(pool)), int(left.sum()))
     server_counts = apportion(left, held_out, generator) if held_out else torch.zeros_like(left)
-    counts = draw(left - server_counts) + per_category
+    counts = shares.draw(left - server_counts) + per_category
     empty = (counts.sum(1) == 0).nonzero().flatten()
     if len(empty):
         raise ValueError(f"{len(empty)} of {clients} clients got no sample; use fewer clients or more data")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .dataset import Dataset
+from .pickled import read_pickle
 
 __all__ = ["CIFAR", "Layout", "read_cifar"]
 
@@ -63,45 +61,16 @@ CIFAR = {
 }
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Builds dictionaries, lists, bytes, numbers and NumPy arrays, and refuses to look up anything else.
-
-    The Python version of CIFAR is a pickle; an ordinary unpickler would run whatever code a manipulated file names.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return _reconstruct
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return getattr(np, name)
-        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2
-            return _latin1
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
-def _reconstruct(subtype: type, shape: tuple[int, ...], typecode: bytes) -> np.ndarray:
-    """An empty array for the unpickler to fill."""
-    if subtype is not np.ndarray:
-        raise pickle.UnpicklingError(f"it asks for an array of type {subtype!r}")
-    return np.ndarray.__new__(np.ndarray, shape, typecode.decode("ascii") if isinstance(typecode, bytes) else typecode)
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}")
-    return text.encode("latin1")
-
-
 def read_python(path: Path, key: bytes) -> tuple[Tensor, Tensor]:
     """Images and labels of a batch of the Python version."""
     try:
-        batch = _ArraysOnly(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        images, labels = np.asarray(batch[b"data"]), np.asarray(batch[key])
+        batch = read_pickle(path.read_bytes(), encoding="bytes")
+        images, labels = batch[b"data"].numbers, np.array([int(label) for label in batch[key]], dtype=np.int64)
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise ValueError(f"{path} is no batch of CIFAR's Python version, or damaged: {error!r}") from error
     if images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != PIXELS or labels.shape != images.shape[:1]:
         raise ValueError(f"{path} has {images.dtype} {images.shape} images and {labels.shape} labels")
-    return torch.from_numpy(images.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))
+    return torch.from_numpy(images.reshape(-1, 3, 32, 32)), torch.from_numpy(labels)
 
 
 def read_binary(path: Path, labels: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Dataset", "channel_statistics"]
+__all__ = ["CLASSES", "Dataset", "channel_statistics", "class_names"]
+
+CLASSES = 100_000
+"""How many classes there may be: a target beyond is no class number but something else, or damaged."""
 
 
 def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,6 +34,14 @@ def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
         variance, mean = torch.var_mean(channels.double(), dim=1, correction=0)
     std = variance.sqrt()
     return mean.float(), torch.where(std > 0, std, 1.0).float()
+
+
+def class_names(targets: Tensor) -> tuple[str, ...]:
+    """ "0", "1", ... up to the largest class number, or one for each label of multi-label targets."""
+    count = targets.shape[1] if targets.ndim > 1 else int(targets.max()) + 1
+    if count > CLASSES:
+        raise ValueError(f"the largest target is {count - 1}; class numbers below {CLASSES:,} are accepted")
+    return tuple(map(str, range(count)))
 
 
 def _digest(digest: Any, label: str, tensor: Tensor | None) -> None:
@@ -82,6 +93,8 @@ class Dataset:
                 f"inputs are {self.inputs.dtype} {tuple(self.inputs.shape)}; "
                 "uint8 or floating tensors of two or more dimensions, [samples, ...], are accepted"
             )
+        _check_finite(self.name, "inputs", self.inputs)
+        _check_finite(self.name, "targets", self.targets)
         for label, tensor in (("targets", self.targets), ("is_test", self.is_test), ("domain", self.domain)):
             if tensor is not None and len(tensor) != n:
                 raise ValueError(f"{label} has {len(tensor)} entries for {n} samples")
@@ -104,10 +117,11 @@ class Dataset:
         scale = shift = None
         if self.mean is not None and self.std is not None:
             channels = self.inputs.shape[1]
-            if self.mean.shape != (channels,) or self.std.shape != (channels,) or bool((self.std <= 0).any()):
+            usable = bool(self.mean.isfinite().all() and self.std.isfinite().all() and (self.std > 0).all())
+            if self.mean.shape != (channels,) or self.std.shape != (channels,) or not usable:
                 raise ValueError(
                     f"mean {tuple(self.mean.shape)} and std {tuple(self.std.shape)}: "
-                    f"[{channels}] each, and a positive std, are accepted"
+                    f"[{channels}] each, finite, and a positive std, are accepted"
                 )
             shape = (channels, *[1] * (self.inputs.ndim - 2))
             precision = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -209,6 +223,41 @@ class Dataset:
             dtype=like.dtype,
         )
 
+    def __str__(self) -> str:
+        """What it is, in five lines: samples, inputs, normalisation, targets, domains."""
+        test = int(self.is_test.sum())
+        parts = f"{len(self) - test:,} for training and {test:,} for testing" if test else "no test part"
+        inputs = f"{str(self.inputs.dtype).removeprefix('torch.')} {list(self.input_shape)}"
+        if self.inputs.numel():
+            inputs += " from {:g} to {:g}".format(*(float(bound) for bound in torch.aminmax(self.inputs)))
+        normalised = "as they are"
+        if self.mean is not None and self.std is not None:
+            channels = [
+                f"({mean:.4g}, {std:.4g})" for mean, std in zip(self.mean.tolist(), self.std.tolist(), strict=True)
+            ]
+            normalised = f"by (mean, standard deviation) of each channel: {_listed(channels)}"
+        train = self.targets[~self.is_test]
+        if self.multilabel:
+            counts, kind = (train > 0).sum(0), "labels, of which a sample may have several"
+        else:
+            counts, kind = torch.bincount(train, minlength=len(self.classes)), "classes"
+        lines = [
+            f"{self.name}: {len(self):,} samples, {parts}",
+            f"inputs: {inputs}, {self.inputs.nbytes / 1e6:,.1f} MB on {self.device}",
+            f"normalised: {normalised}",
+            f"targets: {len(self.classes)} {kind}: {_listed(self.classes)}; {_range(counts)} training samples of each",
+            "domains: none",
+        ]
+        if self.domain is not None:
+            counts = torch.bincount(self.domain, minlength=len(self.domains))
+            lines[-1] = f"domains: {len(self.domains)}: {_listed(self.domains)}; {_range(counts)} samples of each"
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line, without the numbers in it."""
+        shape = f"{str(self.inputs.dtype).removeprefix('torch.')} {list(self.input_shape)}"
+        return f"<Dataset {self.name!r}: {len(self)} samples {shape}, {len(self.classes)} classes>"
+
     def __len__(self) -> int:
         """The number of samples, test samples included."""
         return len(self.inputs)
@@ -281,8 +330,7 @@ class Dataset:
         if y.ndim == 1:
             y = y.to(torch.int64)
         if classes is None:
-            count = y.shape[1] if y.ndim > 1 else int(y.max()) + 1
-            classes = [str(c) for c in range(count)]
+            classes = class_names(y)
         return Dataset(
             name=name,
             inputs=x,
@@ -312,6 +360,30 @@ class Dataset:
         if "classes" not in options and isinstance(getattr(train, "classes", None), (list, tuple)):
             options["classes"] = [str(label) for label in train.classes]
         return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name or type(train).__name__, **options)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and the last where some are left out; line ends and the like are written out."""
+    shown = [repr(name)[1:-1] for name in (names if len(names) <= 6 else (*names[:4], names[-1]))]
+    return ", ".join(shown if len(names) <= 6 else (*shown[:4], "...", shown[4]))
+
+
+def _range(counts: Tensor) -> str:
+    least, most = (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _check_finite(name: str, label: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinity: losses and predictions of such samples mean nothing, and nobody would be told."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    if bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):  # one pass without a copy; NaN goes through
+        return
+    bad = torch.cat([(~part.flatten(1).isfinite()).any(1) for part in tensor.split(4096)]).nonzero().flatten()
+    raise ValueError(
+        f"{name!r} has NaN or infinity in the {label} of {len(bad)} of {len(tensor)} samples, the first is sample "
+        f"{int(bad[0])}; leave these samples out or give them numbers"
+    )
 
 
 def _check_numbers(label: str, numbers: Tensor, count: int, what: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .dataset import Dataset, channel_statistics
+from .images import read_images
 
 __all__ = ["read_folder"]
 
@@ -52,7 +51,7 @@ def read_folder(path: Path, size: int | None = None) -> Dataset:
         )
     classes = tuple(sorted({image.label for image in images}))
     domains = tuple(sorted({image.domain for image in images} - {""}))
-    inputs = torch.from_numpy(_decode([image.path for image in images], size))
+    inputs = read_images([image.path for image in images], size)
     is_test = torch.tensor([image.is_test for image in images])
     if bool(is_test.all()):
         raise ValueError(f"{path} has a test part and no training part")
@@ -101,57 +100,33 @@ def _find(path: Path) -> list[_Image]:
 def _tiny(path: Path) -> list[_Image]:
     train = [
         _Image(file, wnid, False)
-        for wnid in (path / "wnids.txt").read_text().split()
+        for wnid in _text(path / "wnids.txt").split()
         if (path / "train" / wnid / "images").is_dir()
         for file in _files(path / "train" / wnid / "images")
     ]
     annotations = path / "val" / "val_annotations.txt"
     if not annotations.is_file():
         return train
-    rows = [line.split("\t") for line in annotations.read_text().splitlines() if line.strip()]
+    rows = [line.split("\t") for line in _text(annotations).splitlines() if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if len(row) < 2 or not row[1].strip():
+            raise ValueError(f"{annotations} has no label in row {number}; a file, a tab and a class are accepted")
     return train + [_Image(path / "val" / "images" / row[0], row[1], True) for row in rows]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from error
 
 
 def _tiny_names(path: Path) -> dict[str, str]:
     """What TinyImageNet's identifiers mean: the first word of words.txt, with the identifier where two are alike."""
     if not ((path / "wnids.txt").is_file() and (path / "words.txt").is_file()):
         return {}
-    wanted = set((path / "wnids.txt").read_text().split())
-    rows = (line.partition("\t") for line in (path / "words.txt").read_text().splitlines())
+    wanted = set(_text(path / "wnids.txt").split())
+    rows = (line.partition("\t") for line in _text(path / "words.txt").splitlines())
     words = {wnid: text.split(",")[0].strip() for wnid, _, text in rows if wnid in wanted}
     repeated = {word for word in words.values() if list(words.values()).count(word) > 1}
     return {wnid: f"{word} ({wnid})" if word in repeated else word for wnid, word in words.items()}
-
-
-def _decode(paths: list[Path], size: int | None) -> np.ndarray:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise ImportError("reading images needs Pillow: pip install pillow") from error
-
-    def decode(path: Path) -> np.ndarray:
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB")
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read as an image: {error}") from error
-        if size is not None:
-            image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-        return np.asarray(image).transpose(2, 0, 1)
-
-    first = decode(paths[0])
-    inputs = np.empty((len(paths), *first.shape), dtype=np.uint8)
-
-    def fill(i: int) -> None:
-        image = decode(paths[i])
-        if image.shape != first.shape:
-            sizes = [f"{shape[2]}x{shape[1]}" for shape in (image.shape, first.shape)]
-            raise ValueError(
-                f"{paths[i]} has {sizes[0]} pixels, {paths[0]} {sizes[1]}; name a common size, as in folder:PATH@64"
-            )
-        inputs[i] = image
-
-    with ThreadPoolExecutor() as threads:  # decoding releases the interpreter lock
-        for _ in threads.map(fill, range(len(paths))):
-            pass
-    return inputs

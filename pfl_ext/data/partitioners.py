@@ -12,20 +12,26 @@ generator state gives the same partition. Each ends for every input, or raises V
   is the union of the local ones.
 * ``"auto"``: proportional where the dataset has a test part, else split.
 
-``validation`` and ``test_fraction`` are fractions of what a client holds; what remains is its training set. The options
-carry their explanation as ``typing.Annotated``; :data:`PARTITIONERS` lists the functions by name.
+``validation`` and ``test_fraction`` are fractions of what a client holds; what remains is its training set.
+
+What is written here of a partitioner is its own: a function from dataset, clients, generator and its options to
+:class:`~pfl_ext.data.allocation.Shares`. ``@_partitioner()`` adds the options that all have, which
+:func:`~pfl_ext.data.allocation.allocate` declares, and makes it return a partition. Options carry their explanation as
+``typing.Annotated``; :data:`PARTITIONERS` lists the functions by name.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from .allocation import allocate, apportion, deal_labels, dirichlet_weights, raise_to_minimum
+from .allocation import Shares, allocate, apportion, deal_labels, dirichlet_weights, raise_to_minimum
 from .dataset import Dataset
 from .partition import Partition
 
@@ -41,50 +47,61 @@ __all__ = [
     "labels_per_client",
 ]
 
-Validation = Annotated[float, "fraction of a client's samples kept for validation"]
-Test = Annotated[
-    str,
-    "local tests: 'proportional' cuts the official test part as the training part is shared, 'split' pools all samples "
-    "and takes test_fraction of each client's, 'auto' is the first where there is a test part",
-]
-TestFraction = Annotated[float, "fraction of a client's samples kept for its test, with test='split'"]
 Alpha = Annotated[float, "concentration of the Dirichlet distribution; the smaller, the more heterogeneous"]
 Minimum = Annotated[int, "every client holds at least so many samples, moved from the largest clients if need be"]
 Server = Annotated[float, "fraction of all samples held out for the server"]
 Balance = Annotated[bool, "a client that holds its equal share n/M already gets none of the next class (PerAda)"]
 PerClass = Annotated[int, "samples of every class that each client gets before the rest is drawn (PerAda: 2)"]
 
+PARTITIONERS: dict[str, Callable[..., Partition]] = {}
+"""The partitioners by name."""
 
-def iid(
-    dataset: Dataset,
-    clients: int,
-    *,
-    generator: torch.Generator,
-    validation: Validation = 0.0,
-    test: Test = "auto",
-    test_fraction: TestFraction = 0.2,
-    server: Server = 0.0,
-) -> Partition:
+
+def _partitioner(**defaults: Any) -> Callable[[Callable[..., Shares]], Callable[..., Partition]]:
+    """Make a partitioner of the function that says its own part; ``defaults`` of the common options where they differ.
+
+    Its signature has the function's parameters and the common options, so that whoever reads options off signatures,
+    as the command line does, finds all of them with type, default and explanation.
+    """
+    common = [
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in inspect.signature(allocate, eval_str=True).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+
+    def decorate(shares_of: Callable[..., Shares]) -> Callable[..., Partition]:
+        own = inspect.signature(shares_of, eval_str=True).parameters
+        signature = inspect.Signature([*own.values(), *common], return_annotation=Partition)
+        options = [p.name for p in own.values() if p.kind is p.KEYWORD_ONLY and p.name != "generator"]
+
+        @functools.wraps(shares_of)
+        def partition(*args: Any, **keywords: Any) -> Partition:
+            bound = signature.bind(*args, **keywords)
+            bound.apply_defaults()
+            given = {name: bound.arguments[name] for name in own}
+            description = {"partitioner": shares_of.__name__, **{name: given[name] for name in options}}
+            cut = {parameter.name: bound.arguments[parameter.name] for parameter in common}
+            return allocate(given["dataset"], shares_of(**given), given["generator"], description, **cut)
+
+        partition.__signature__ = signature  # type: ignore[attr-defined]
+        partition.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        PARTITIONERS[shares_of.__name__] = partition
+        return partition
+
+    return decorate
+
+
+@_partitioner()
+def iid(dataset: Dataset, clients: int, *, generator: torch.Generator, server: Server = 0.0) -> Shares:
     """Equally many samples for every client, to within one, drawn uniformly; all are used."""
 
     def draw(available: Tensor) -> Tensor:
         return apportion(torch.ones(clients), int(available.sum()), generator)[:, None]
 
-    return allocate(
-        dataset,
-        clients,
-        torch.zeros(len(dataset), dtype=torch.int64),
-        1,
-        draw,
-        generator=generator,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        server=server,
-        description={"partitioner": "iid", "server": server},
-    )
+    return Shares(clients, torch.zeros(len(dataset), dtype=torch.int64), 1, draw, server=server)
 
 
+@_partitioner()
 def dirichlet(
     dataset: Dataset,
     clients: int,
@@ -95,44 +112,25 @@ def dirichlet(
     minimum: Minimum = 10,
     per_class: PerClass = 0,
     server: Server = 0.0,
-    validation: Validation = 0.0,
-    test: Test = "auto",
-    test_fraction: TestFraction = 0.2,
-) -> Partition:
+) -> Shares:
     r"""Client m gets :math:`d_{cm} n_c` samples of class c, :math:`d_c \sim \mathrm{Dir}_M(\alpha)` for each class.
 
     As in spectral co-distillation; all samples are used. PerAda's CIFAR-10 is ``alpha=0.1, balance=True, per_class=2,
     server=0.1``: first ``per_class`` of every class for every client, then the server's share, then class by class
     Dirichlet weights, with weight zero for clients that already hold :math:`n / M`.
     """
-    return _dirichlet(
-        dataset,
-        clients,
-        _classes_of(dataset, "dirichlet"),
-        len(dataset.classes),
-        generator=generator,
-        alpha=alpha,
-        balance=balance,
-        minimum=minimum,
-        per_class=per_class,
-        server=server,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        partitioner="dirichlet",
-    )
+    categories = _classes_of(dataset, "dirichlet"), len(dataset.classes)
+    return _dirichlet(clients, *categories, generator, alpha, minimum, balance, per_class, server)
 
 
+@_partitioner()
 def labels_per_client(
     dataset: Dataset,
     clients: int,
     *,
     generator: torch.Generator,
     k: Annotated[int, "classes of each client (PLGU: 3 on CIFAR-10, 10 on CIFAR-100, 30 on TinyImageNet)"] = 3,
-    validation: Validation = 0.0,
-    test: Test = "auto",
-    test_fraction: TestFraction = 0.2,
-) -> Partition:
+) -> Shares:
     """K classes for every client and equally many samples of each: the same number for all clients (PLGU).
 
     Classes are dealt so that all have equally many clients, to within one. The number of samples is the largest that
@@ -153,30 +151,17 @@ def labels_per_client(
             )
         return has.to(torch.int64) * each
 
-    return allocate(
-        dataset,
-        clients,
-        classes,
-        len(dataset.classes),
-        draw,
-        generator=generator,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        description={"partitioner": "labels_per_client", "k": k},
-    )
+    return Shares(clients, classes, len(dataset.classes), draw)
 
 
+@_partitioner(validation=0.2, test="split")  # 60 : 20 : 20 of all samples
 def ds1(
     dataset: Dataset,
     clients: int,
     *,
     generator: torch.Generator,
     k: Annotated[int, "classes of each client; all classes make the clients alike"] = 4,
-    validation: Validation = 0.2,
-    test: Test = "split",
-    test_fraction: TestFraction = 0.2,
-) -> Partition:
+) -> Shares:
     """PersFL's DS-1: the same total for every client, k classes each, different numbers of samples of each class.
 
     A client's shares of its classes start uniform on the simplex and are fitted to equal totals and to what the
@@ -207,20 +192,10 @@ def ds1(
         ]
         return torch.stack(rows) + has
 
-    return allocate(
-        dataset,
-        clients,
-        classes,
-        len(dataset.classes),
-        draw,
-        generator=generator,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        description={"partitioner": "ds1", "k": k},
-    )
+    return Shares(clients, classes, len(dataset.classes), draw)
 
 
+@_partitioner(validation=0.2, test="split")  # 60 : 20 : 20 of all samples
 def ds2(
     dataset: Dataset,
     clients: int,
@@ -228,33 +203,17 @@ def ds2(
     generator: torch.Generator,
     alpha: Alpha = 0.9,
     per_class: PerClass = 5,
-    validation: Validation = 0.2,
-    test: Test = "split",
-    test_fraction: TestFraction = 0.2,
-) -> Partition:
+) -> Shares:
     r"""PersFL's DS-2: :func:`dirichlet` with :math:`\alpha = 0.9`; all clients have samples of all classes.
 
     The distribution alone does not promise the latter. Five of each class are enough to leave one of them in the
     training set after the cut of 60 : 20 : 20.
     """
-    return _dirichlet(
-        dataset,
-        clients,
-        _classes_of(dataset, "ds2"),
-        len(dataset.classes),
-        generator=generator,
-        alpha=alpha,
-        balance=False,
-        minimum=1,
-        per_class=per_class,
-        server=0.0,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        partitioner="ds2",
-    )
+    categories = _classes_of(dataset, "ds2"), len(dataset.classes)
+    return _dirichlet(clients, *categories, generator, alpha, minimum=1, per_class=per_class)
 
 
+@_partitioner(validation=0.2, test="split")  # 60 : 20 : 20 of all samples
 def ds3(
     dataset: Dataset,
     clients: int,
@@ -263,10 +222,7 @@ def ds3(
     k: Annotated[int, "classes of each client"] = 2,
     sigma: Annotated[float, "standard deviation of the logarithm of the shares"] = 2.0,
     minimum: Annotated[int, "samples of each of its classes that a client has at least"] = 10,
-    validation: Validation = 0.2,
-    test: Test = "split",
-    test_fraction: TestFraction = 0.2,
-) -> Partition:
+) -> Shares:
     r"""PersFL's DS-3: two classes for every client, numbers of samples log-normal.
 
     Client m has the weight :math:`u_{mc} = e^{\sigma z}`, :math:`z \sim N(0, 1)`, in each of its classes, and a class
@@ -295,63 +251,48 @@ def ds3(
             counts[holders, c] += apportion(logarithm[holders, c].softmax(0), int(left[c]), generator)
         return counts
 
-    return allocate(
-        dataset,
-        clients,
-        classes,
-        len(dataset.classes),
-        draw,
-        generator=generator,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        description={"partitioner": "ds3", "k": k, "sigma": sigma, "minimum": minimum},
-    )
+    return Shares(clients, classes, len(dataset.classes), draw)
 
 
+@_partitioner()
 def by_domain(
     dataset: Dataset,
     clients: Annotated[int | None, "a multiple of the number of domains; None: one for each"] = None,
     *,
     generator: torch.Generator,
-    validation: Validation = 0.0,
-    test: Test = "auto",
-    test_fraction: TestFraction = 0.2,
-) -> Partition:
+) -> Shares:
     """One domain for every client (PerAda's Office-Home); with more clients, equal shares of a domain for each.
 
-    Clients 0, 1, ... have the domains in their order; with twice as many clients, 0 and 1 have the first.
+    Clients 0, 1, ... have the domains in their order; with twice as many clients, 0 and 1 have the first. Data that
+    come with clients of their own, LEAF's users and PFLlib's clients, have them as domains: without ``clients`` this is
+    their partition. Domains without a training sample are left out then.
     """
     if dataset.domain is None:
         raise ValueError(f"{dataset.name!r} has no domains; use another partitioner")
     domains = len(dataset.domains)
-    clients = domains if clients is None else _positive(clients)
-    if clients % domains:
+    if clients is None:
+        holders = dataset.domain[~dataset.is_test].unique().tolist()
+    elif _positive(clients) % domains:
         raise ValueError(f"{clients} clients for {domains} domains; a multiple of {domains} is accepted")
-    each = clients // domains
+    else:
+        holders = [client * domains // clients for client in range(clients)]
+    each = torch.bincount(torch.tensor(holders), minlength=domains).tolist()
 
     def draw(available: Tensor) -> Tensor:
-        counts = torch.zeros(clients, domains, dtype=torch.int64)
+        counts = torch.zeros(len(holders), domains, dtype=torch.int64)
+        first = 0
         for d in range(domains):
-            if int(available[d]) < each:
-                raise ValueError(f"{each} clients for the {int(available[d])} samples of {dataset.domains[d]!r}")
-            counts[d * each : (d + 1) * each, d] = apportion(torch.ones(each), int(available[d]), generator)
+            if int(available[d]) < each[d]:
+                raise ValueError(f"{each[d]} clients for the {int(available[d])} samples of {dataset.domains[d]!r}")
+            if each[d]:
+                counts[first : first + each[d], d] = apportion(torch.ones(each[d]), int(available[d]), generator)
+            first += each[d]
         return counts
 
-    return allocate(
-        dataset,
-        clients,
-        dataset.domain,
-        domains,
-        draw,
-        generator=generator,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        description={"partitioner": "by_domain"},
-    )
+    return Shares(len(holders), dataset.domain, domains, draw)
 
 
+@_partitioner()
 def dirichlet_meta(
     dataset: Dataset,
     clients: int,
@@ -361,10 +302,7 @@ def dirichlet_meta(
     group_below: Annotated[int, "combinations of labels with fewer training samples form one category"] = 2000,
     minimum: Minimum = 10,
     server: Server = 0.0,
-    validation: Validation = 0.0,
-    test: Test = "auto",
-    test_fraction: TestFraction = 0.2,
-) -> Partition:
+) -> Shares:
     """:func:`dirichlet` over the meta-categories of multi-label data (PerAda's CheXpert).
 
     Each combination of labels is a category; those with fewer than ``group_below`` training samples are one together.
@@ -375,35 +313,7 @@ def dirichlet_meta(
     frequency = torch.bincount(combination[~dataset.is_test.cpu()], minlength=int(combination.max()) + 1)
     rare = frequency < group_below
     number = torch.where(rare, (~rare).sum(), (~rare).cumsum(0) - 1)
-    return _dirichlet(
-        dataset,
-        clients,
-        number[combination],
-        int(number.max()) + 1,
-        generator=generator,
-        alpha=alpha,
-        balance=False,
-        minimum=minimum,
-        per_class=0,
-        server=server,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        partitioner="dirichlet_meta",
-        more={"group_below": group_below},
-    )
-
-
-PARTITIONERS: dict[str, Callable[..., Partition]] = {
-    "iid": iid,
-    "dirichlet": dirichlet,
-    "labels_per_client": labels_per_client,
-    "ds1": ds1,
-    "ds2": ds2,
-    "ds3": ds3,
-    "by_domain": by_domain,
-    "dirichlet_meta": dirichlet_meta,
-}
+    return _dirichlet(clients, number[combination], int(number.max()) + 1, generator, alpha, minimum, server=server)
 
 
 def _positive(clients: int) -> int:
@@ -422,23 +332,16 @@ def _classes_of(dataset: Dataset, partitioner: str) -> Tensor:
 
 
 def _dirichlet(
-    dataset: Dataset,
     clients: int,
     category: Tensor,
     categories: int,
-    *,
     generator: torch.Generator,
     alpha: float,
-    balance: bool,
     minimum: int,
-    per_class: int,
-    server: float,
-    validation: float,
-    test: str,
-    test_fraction: float,
-    partitioner: str,
-    more: dict[str, int] | None = None,
-) -> Partition:
+    balance: bool = False,
+    per_class: int = 0,
+    server: float = 0.0,
+) -> Shares:
     if not 0 < alpha < math.inf:
         raise ValueError(f"alpha is {alpha}; a positive, finite number is accepted")
     if minimum < 1 or per_class < 0:
@@ -460,25 +363,4 @@ def _dirichlet(
                 counts[:, c] = apportion(weights, int(available[c]), generator)
         return raise_to_minimum(counts, max(minimum - first, 0), generator)
 
-    return allocate(
-        dataset,
-        clients,
-        category,
-        categories,
-        draw,
-        generator=generator,
-        validation=validation,
-        test=test,
-        test_fraction=test_fraction,
-        server=server,
-        per_category=per_class,
-        description={
-            "partitioner": partitioner,
-            "alpha": alpha,
-            "balance": balance,
-            "minimum": minimum,
-            "per_class": per_class,
-            "server": server,
-            **(more or {}),
-        },
-    )
+    return Shares(clients, category, categories, draw, server, per_class)

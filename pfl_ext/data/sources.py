@@ -12,10 +12,14 @@ from typing import Any
 import torch
 
 from .archive import read_npz
+from .chexpert import FOLDERS as CHEXPERT_FOLDERS
+from .chexpert import read_chexpert
 from .cifar import CIFAR, read_cifar
 from .dataset import Dataset
 from .folder import read_folder
+from .leaf import read_leaf
 from .mnist import FILES, read_mnist
+from .pfllib import read_pfllib
 from .shifts import CIFAR10_1, LABELS, read_cifar10_1, read_cifar10_c
 
 __all__ = ["SOURCES", "TEST_SOURCES", "load", "load_test"]
@@ -26,8 +30,12 @@ SOURCES = {
     "fashion-mnist": "70,000 pieces of clothing of 28 x 28 pixels, 10 classes",
     "cifar10": "60,000 photographs of 32 x 32 pixels, 10 classes",
     "cifar100": "60,000 photographs of 32 x 32 pixels, 100 classes",
+    "chexpert": "223,414 X-rays with five labels, scaled to 64 x 64 pixels, uncertain labels positive; chexpert@224 "
+    "scales them to 224, chexpert:PATH and chexpert:PATH@224 name the folder",
     "folder:PATH": "images in PATH/<class>, PATH/train/<class>, PATH/<domain>/<class>, or TinyImageNet; folder:PATH@64 "
     "scales them to 64 x 64",
+    "leaf:PATH": "LEAF's JSON files (FEMNIST, Shakespeare) in PATH/train and PATH/test; --partition by_domain: by user",
+    "pfllib:PATH": "a folder that PFLlib made, with config.json, train and test; --partition by_domain: its clients",
     "npz:PATH": "a NumPy archive with x_<domain> and y_<domain>, or x_train, y_train, x_test, y_test",
 }
 
@@ -38,6 +46,7 @@ TEST_SOURCES = {
 }
 """What :func:`load_test` knows beside :data:`SOURCES`."""
 
+READERS: dict[str, Callable[[Path], Dataset]] = {"leaf": read_leaf, "npz": read_npz, "pfllib": read_pfllib}
 MNIST_FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # torchvision's
 
 
@@ -45,19 +54,19 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
     """A dataset by its name; :data:`SOURCES` lists them.
 
     Args:
-        name: one of the names, or ``folder:PATH``, ``folder:PATH@SIZE``, ``npz:PATH``.
-        root: the folder with the files of MNIST, Fashion-MNIST and CIFAR; by default what the environment variable
-            ``PFL_EXT_DATA`` names, else ``data``.
+        name: one of the names; PATH and SIZE are the user's, as in ``folder:photos@64``.
+        root: the folder with the files; by default what the environment variable ``PFL_EXT_DATA`` names, else ``data``.
+            A relative PATH is taken as it stands, or, where there is none, from that folder.
         download: let torchvision download what is not there into ``root``.
     """
     kind, _, argument = name.partition(":")
-    if kind == "npz" and argument:
-        return read_npz(Path(argument).expanduser())
-    if kind == "folder" and argument:
-        path, _, size = argument.rpartition("@")
-        if path and size.isdigit() and int(size) > 0:
-            return read_folder(Path(path).expanduser(), int(size))
-        return read_folder(Path(argument).expanduser())
+    if kind in READERS and argument:
+        return READERS[kind](_place(argument, root))
+    kind, path, size = _parsed(name)
+    if kind == "folder" and path:
+        return read_folder(_place(path, root), size)
+    if kind == "chexpert":
+        return read_chexpert(_place(path, root) if path else _chexpert_folder(_root(root)), size)
     if name == "digits":
         return _digits()
     root = _root(root)
@@ -92,7 +101,7 @@ def load_test(name: str, root: Path | str | None = None, download: bool = False)
 
 def _test_folder(kind: str, given: str | None, root: Path | str | None, folders: tuple[str, ...], files: str) -> Path:
     if given is not None:
-        return Path(given).expanduser()
+        return _place(given, root)
     root = _root(root)
     for folder in folders:
         if any((root / folder).glob("*.npy")):
@@ -105,6 +114,38 @@ def _test_folder(kind: str, given: str | None, root: Path | str | None, folders:
 
 def _root(root: Path | str | None) -> Path:
     return Path(root if root is not None else os.environ.get("PFL_EXT_DATA", "data")).expanduser()
+
+
+def _place(path: str, root: Path | str | None) -> Path:
+    """Where something is that the user named: at the path as it stands, else in the root."""
+    given = Path(path).expanduser()
+    places = [given.absolute()] if given.is_absolute() else [given.absolute(), (_root(root) / given).absolute()]
+    for place in places:
+        if place.exists():
+            return place
+    raise FileNotFoundError(
+        f"there is no {' and no '.join(map(str, places))}; name the folder that has {given} in root (--data-root) or "
+        "in the environment variable PFL_EXT_DATA"
+    )
+
+
+def _parsed(name: str) -> tuple[str, str, int | None]:
+    """``KIND``, ``KIND:PATH``, ``KIND@SIZE`` or ``KIND:PATH@SIZE`` as its parts, "" for no path."""
+    found = re.fullmatch(r"([^:@]*)(?::(.+?))?(?:@([1-9][0-9]*))?", name)
+    if found is None:
+        return name, "", None
+    return found[1], found[2] or "", None if found[3] is None else int(found[3])
+
+
+def _chexpert_folder(root: Path) -> Path:
+    for folder in CHEXPERT_FOLDERS:
+        if (root / folder / "train.csv").is_file():
+            return root / folder
+    raise FileNotFoundError(
+        f"chexpert is not in {root.absolute()}. Expected there: {' or '.join(CHEXPERT_FOLDERS)}, with train.csv and "
+        "the images, which Stanford gives to those who register. Name the folder that has them, in root, in the "
+        "environment variable PFL_EXT_DATA, or as chexpert:PATH."
+    )
 
 
 def _digits() -> Dataset:

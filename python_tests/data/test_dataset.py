@@ -231,3 +231,60 @@ def test_unlabelled_samples_get_the_shape_and_statistics_of_others_and_no_labels
     points = Dataset.from_tensors(torch.rand(4, 7), torch.arange(4))
     with pytest.raises(ValueError, match=r"shape \[7\] cannot be made images \[3, 4, 5\]"):
         points.unlabelled(like=dataset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_infinity_are_refused_with_their_count_and_the_first_sample(dtype, value):
+    x = torch.zeros(5000, 3, 2, dtype=dtype)
+    x[[17, 4999], 2, 1] = value
+    with pytest.raises(ValueError, match=r"'t' has NaN or infinity in the inputs of 2 of 5000 samples, .* sample 17"):
+        Dataset.from_tensors(x, torch.arange(5000) % 3, name="t")
+    y = torch.zeros(4, 2, dtype=dtype)
+    y[3, 1] = value
+    with pytest.raises(ValueError, match="in the targets of 1 of 4 samples, the first is sample 3"):
+        Dataset.from_tensors(torch.zeros(4, 1), y)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_mean_or_deviation_that_is_no_number_is_refused(dataset, value):
+    for changes in ({"mean": [0, value, 0], "std": [1, 1, 1]}, {"mean": [0, 0, 0], "std": [1, value, 1]}):
+        with pytest.raises(ValueError, match="finite"):
+            dataset.normalised(**changes)
+
+
+def test_a_dataset_says_what_it_is_in_five_lines(dataset):
+    x = dataset.inputs.clone()
+    x[0, 0, 0, :2] = torch.tensor([0, 255])
+    printed = str(dataclasses.replace(dataset, inputs=x, name="pets", mean=torch.ones(3), std=torch.full((3,), 2.5)))
+    assert printed.splitlines() == [
+        "pets: 18 samples, 12 for training and 6 for testing",
+        "inputs: uint8 [3, 4, 5] from 0 to 255, 0.0 MB on cpu",
+        "normalised: by (mean, standard deviation) of each channel: (1, 2.5), (1, 2.5), (1, 2.5)",
+        "targets: 3 classes: 0, 1, 2; 4 training samples of each",
+        "domains: none",
+    ]
+    assert repr(dataset) == "<Dataset 'tensors': 18 samples uint8 [3, 4, 5], 3 classes>"
+
+
+def test_the_five_lines_stay_five_for_many_labels_domains_and_line_ends():
+    several = Dataset.from_tensors(
+        torch.tensor([[-1.0, 2.5], [0.0, 0.0]]),
+        torch.tensor([[1.0] + [0.0] * 9, [1.0] + [1.0] * 9]),
+        classes=["\n", *"abcdefghi"],
+        domain=torch.tensor([0, 0]),
+        domains=["here", "there"],
+    )
+    assert str(several).splitlines() == [
+        "tensors: 2 samples, no test part",
+        "inputs: float32 [2] from -1 to 2.5, 0.0 MB on cpu",
+        "normalised: as they are",
+        "targets: 10 labels, of which a sample may have several: \\n, a, b, c, ..., i; 1 to 2 training samples of each",
+        "domains: 2: here, there; 0 to 2 samples of each",
+    ]
+
+
+def test_targets_that_are_no_class_numbers_are_refused_at_once():
+    with pytest.raises(ValueError, match="largest target is 1099511627776; class numbers below 100,000 are accepted"):
+        Dataset.from_tensors(torch.zeros(2, 1), torch.tensor([0, 2**40]))
+    assert len(Dataset.from_tensors(torch.zeros(2, 1), torch.tensor([0, 99_999])).classes) == 100_000

@@ -373,3 +373,25 @@ def test_every_option_explains_itself():
             if parameter.kind is parameter.KEYWORD_ONLY and option != "generator":
                 assert parameter.default is not parameter.empty
                 assert len(hints[option].__metadata__[0]) > 10, (name, option)
+
+
+def test_the_common_options_are_those_of_allocate_with_persfls_defaults_where_they_are_its_splits():
+    from pfl_ext.data.allocation import allocate
+
+    common = typing.get_type_hints(allocate, include_extras=True)
+    for name, partitioner in PARTITIONERS.items():
+        parameters = list(inspect.signature(partitioner).parameters.values())[-3:]
+        hints = typing.get_type_hints(partitioner, include_extras=True)
+        assert [parameter.name for parameter in parameters] == ["validation", "test", "test_fraction"]
+        assert all(hints[parameter.name] == common[parameter.name] for parameter in parameters)
+        persfl = name in ("ds1", "ds2", "ds3")
+        assert [p.default for p in parameters] == ([0.2, "split", 0.2] if persfl else [0.0, "auto", 0.2])
+
+
+def test_a_partition_says_which_options_made_it():
+    described = PARTITIONERS["ds3"](make([50] * 3), 3, generator=seeded(5), sigma=1.0, validation=0.1).description
+    expected = {"partitioner": "ds3", "k": 2, "sigma": 1.0, "minimum": 10, "clients": 3, "seed": 5}
+    expected |= {"validation": 0.1, "test": "split", "test_fraction": 0.2}
+    assert {name: described[name] for name in expected} == expected
+    with pytest.raises(TypeError, match="per_class"):
+        PARTITIONERS["ds3"](make([50] * 3), 3, generator=seeded(), per_class=1)

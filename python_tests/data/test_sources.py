@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 import pickle
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -336,25 +338,96 @@ def test_an_archive_of_features_with_several_labels(tmp_path):
     assert dataset.mean is None
 
 
-def test_archives_that_cannot_be_used_are_refused(tmp_path):
+X, Y = pixels(4, 5, 5), np.array([0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"weights": np.zeros(3)}, "has weights; accepted are"),
+        ({}, "has nothing in it"),
+        ({"x_art": X}, "lacks y_art"),
+        ({"x_art": X, "y_art": Y, "x_ink": pixels(4, 6, 6), "y_ink": Y}, "x_ink is uint8"),
+        ({"x_train": X, "y_train": Y[:3]}, "with 3 entries in y_train"),
+        ({"x_train": np.array([object()] * 4), "y_train": Y}, "x_train is no plain array.*pickle"),
+        ({"x_train": np.array([["a"]] * 4), "y_train": Y}, "x_train is <U1"),
+        ({"x_train": np.zeros((4, 2), [("a", "f4")]), "y_train": Y}, "x_train is .*'a'"),
+        ({"x_train": np.zeros((4, 2), complex), "y_train": Y}, "x_train is complex128"),
+        ({"x_train": np.zeros((4, 2), np.int32), "y_train": Y}, "uint8 or floating samples"),
+        ({"x_train": np.float32(3), "y_train": Y}, r"x_train is float32 \(\)"),
+        ({"x_train": np.zeros((0, 5, 5), np.uint8), "y_train": np.zeros(0, int)}, r"x_train is uint8 \(0, 5, 5\)"),
+        ({"x_train": np.zeros((4, 0), np.float32), "y_train": Y}, "something in it"),
+        ({"x_train": X, "y_train": np.array(["cat", "dog", "cat", "dog"])}, "y_train is <U3"),
+        ({"x_train": X, "y_train": Y.astype([("a", "i8")])}, "y_train is "),
+        ({"x_train": X, "y_train": Y + 0.5}, "class numbers"),
+        ({"x_train": X, "y_train": np.array([0, 1, np.nan, 1])}, "class numbers"),
+        ({"x_train": X, "y_train": np.zeros((4, 2, 2))}, "class numbers"),
+        ({"x_train": X, "y_train": Y - 1}, "targets ranges from -1 to 0"),
+        ({"x_train": X, "y_train": Y * 2**40}, "largest target is 1099511627776; class numbers below 100,000"),
+        ({"x_train": X, "y_train": Y, "classes": np.array("cat")}, "classes is <U3"),
+        ({"x_train": X, "y_train": Y, "classes": np.array(["cat"])}, "for 1 classes"),
+        ({"x_train": X, "y_train": Y, "classes": np.array([{}])}, "classes is no plain array"),
+        ({"x_art": X, "y_art": Y, "domains": np.array(["art", "ink"])}, "lacks x_ink"),
+    ],
+)
+def test_archives_that_cannot_be_used_are_refused_in_one_line(tmp_path, arrays, message):
     path = tmp_path / "bad.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=message) as error:
+        load(f"npz:{path}")
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_archive_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
+        load(f"npz:{tmp_path / 'absent.npz'}")
+    with pytest.raises(FileNotFoundError, match="no archive"):
+        load(f"npz:{tmp_path}")
+    path = tmp_path / "bad.npz"
+    np.save(tmp_path / "array.npy", X)
+    for content in (b"", b"no archive", (tmp_path / "array.npy").read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"no \.npz archive"):
+            load(f"npz:{path}")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_archive_is_refused_wherever_the_damage_is_or_reads_the_same(tmp_path, save):
+    path = tmp_path / "a.npz"
+    save(path, x_train=np.arange(200, dtype=np.uint8).reshape(8, 5, 5), y_train=np.arange(8))
+    whole, expected = path.read_bytes(), load(f"npz:{path}").fingerprint
+    refused = 0
+    for place in range(0, len(whole), 3):
+        for change in (1, 255):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :])
+            try:
+                assert load(f"npz:{path}").fingerprint == expected  # a date, say
+            except ValueError as error:
+                refused += 1
+                assert str(error).startswith(str(path)) and "\n" not in str(error)
+    assert refused > len(whole) / 6
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="damaged"):
         load(f"npz:{path}")
-    path.write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"no \.npz archive"):
-        load(f"npz:{path}")
-    np.savez(path, x_train=np.array([object()]), y_train=np.zeros(1))
-    with pytest.raises(ValueError, match=r"no \.npz archive of plain arrays"):
-        load(f"npz:{path}")
-    np.savez(path, weights=np.zeros(3))
-    with pytest.raises(ValueError, match="has weights; accepted are"):
-        load(f"npz:{path}")
-    np.savez(path, x_art=pixels(2, 5, 5))
-    with pytest.raises(ValueError, match="lacks y_art"):
-        load(f"npz:{path}")
-    np.savez(path, x_art=pixels(2, 5, 5), y_art=np.zeros(2, int), x_ink=pixels(2, 6, 6), y_ink=np.zeros(2, int))
-    with pytest.raises(ValueError, match="x_ink is"):
-        load(f"npz:{path}")
+
+
+def test_arrays_of_other_byte_orders_and_whole_floating_labels_are_read(tmp_path):
+    x = np.arange(8.0).reshape(4, 2)
+    np.savez(tmp_path / "a.npz", x_train=x.astype(">f4"), y_train=Y.astype(">f8"))
+    dataset = load(f"npz:{tmp_path / 'a.npz'}")
+    assert np.array_equal(dataset.inputs.numpy(), x)
+    assert dataset.targets.tolist() == Y.tolist()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_archive_with_nan_or_infinity_in_its_test_part_is_refused_with_count_and_place(tmp_path, value):
+    x = np.zeros((4, 3), np.float32)
+    bad = x.copy()
+    bad[1:3, 2] = value
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=Y, x_test=bad, y_test=Y)
+    with pytest.raises(ValueError, match="NaN or infinity in the inputs of 2 of 8 samples, the first is sample 5"):
+        load(f"npz:{tmp_path / 'a.npz'}")
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------
@@ -432,14 +505,89 @@ def test_different_sizes_need_a_common_one(tmp_path, save_image):
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path, save_image):
+    (tmp_path / "file").write_bytes(b"")
     with pytest.raises(FileNotFoundError, match="no folder"):
-        load(f"folder:{tmp_path / 'absent'}")
+        load(f"folder:{tmp_path / 'file'}")
+    (tmp_path / "file").unlink()
     with pytest.raises(ValueError, match="has no images"):
         load(f"folder:{tmp_path}")
     save_image(tmp_path / "a" / "1.png", pixels(4, 4, 3))
     (tmp_path / "a" / "2.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"2\.png cannot be read"):
         load(f"folder:{tmp_path}")
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims to be so large and ends."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(("width", "height"), [(100_000, 100_000), (10_000, 10_000), (2**31 - 1, 2**31 - 1)])
+def test_an_image_that_would_fill_the_memory_is_refused(tmp_path, save_image, width, height):
+    save_image(tmp_path / "a" / "1.png", pixels(4, 4, 3))
+    (tmp_path / "a" / "2.png").write_bytes(png_header(width, height))
+    for name in (f"folder:{tmp_path}", f"folder:{tmp_path}@4"):
+        with pytest.raises(ValueError, match=r"2\.png cannot be read as an image: .*(pixels|size)"):
+            load(name)
+
+
+def test_damaged_images_are_refused_wherever_the_damage_is_or_decoded(tmp_path, save_image):
+    save_image(tmp_path / "a" / "1.png", pixels(4, 4, 3))
+    path = tmp_path / "a" / "1.png"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        with contextlib.suppress(ValueError):
+            assert len(load(f"folder:{tmp_path}")) == 1
+
+
+@pytest.mark.parametrize("row", ["val_1.JPEG", "val_1.JPEG\t", "val_1.JPEG n02 0 0 7 7"])
+def test_a_row_of_tiny_imagenet_without_a_label_is_refused(tmp_path, save_image, row):
+    (tmp_path / "wnids.txt").write_text("n02\n")
+    for place in ("train/n02/images/1.JPEG", "val/images/val_0.JPEG", "val/images/val_1.JPEG"):
+        save_image(tmp_path / place, pixels(8, 8, 3))
+    annotations = tmp_path / "val" / "val_annotations.txt"
+    annotations.write_text(f"val_0.JPEG\tn02\t0\t0\t7\t7\n{row}\n")
+    with pytest.raises(ValueError, match=r"val_annotations\.txt has no label in row 2"):
+        load(f"folder:{tmp_path}")
+    annotations.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"val_annotations\.txt is no text"):
+        load(f"folder:{tmp_path}")
+
+
+# ---- where they are looked for --------------------------------------------------------------------------------------
+
+
+def test_a_relative_path_is_taken_as_it_stands_and_then_from_the_root(tmp_path, save_image, monkeypatch):
+    here, root = tmp_path / "here", tmp_path / "root"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    save_image(root / "pets" / "cat" / "1.png", np.full((4, 4, 3), 1, np.uint8))
+    np.savez(root / "a.npz", x_train=pixels(6, 5, 5), y_train=np.arange(6))
+    assert load("folder:pets", root).inputs.unique().tolist() == [1]
+    assert load("folder:pets@2", root).input_shape == (3, 2, 2)
+    assert load("folder:pets@2", root).name == "pets@2"
+    assert len(load("npz:a.npz", root)) == 6
+    monkeypatch.setenv("PFL_EXT_DATA", str(root))
+    assert len(load("folder:pets")) == 1
+    save_image(here / "pets" / "cat" / "1.png", np.full((4, 4, 3), 2, np.uint8))
+    assert load("folder:pets", root).inputs.unique().tolist() == [2]
+    assert load(f"folder:{root}/pets").inputs.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("name", ["folder:pets", "npz:pets", "folder:pets@8"])
+def test_what_is_in_neither_place_is_answered_with_both(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as error:
+        load(name, "root")
+    for expected in (tmp_path / "pets", tmp_path / "root" / "pets", "--data-root", "PFL_EXT_DATA"):
+        assert str(expected) in str(error.value)
 
 
 # ---- the real files -------------------------------------------------------------------------------------------------
