@@ -53,6 +53,8 @@ CXX_FLAGS = [
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
 NVCC_FLAGS = [*COMMON_FLAGS, "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+# A function that no source defines is an error of the link and not of the first call.
+LINK_FLAGS = ["-Wl,--no-undefined"] if platform.system() == "Linux" else []
 STABLE_ABI_FLAGS = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
 
 if platform.machine() in ("x86_64", "AMD64"):
@@ -210,6 +212,17 @@ class NinjaFile:
             )
 
 
+def sources(folder: str, pattern: str) -> list[Path]:
+    """The files to compile in a folder of csrc. None is an error: an empty library links."""
+    found = sorted((CSRC / folder).glob(pattern))
+    if not found:
+        raise SystemExit(
+            f"there is no {pattern} in {CSRC / folder}: this copy of pfl_ext's source is incomplete. Build from the "
+            "whole repository or its source distribution; PFL_EXT_NATIVE=0 installs without native code."
+        )
+    return found
+
+
 class BuildNative(build_ext):
     """Compiles both libraries with one ninja run."""
 
@@ -227,7 +240,7 @@ class BuildNative(build_ext):
 
         file = NinjaFile()
         file.rule("cxx", f"{cxx} -MMD -MF $out.d {shlex.join(CXX_FLAGS)} $flags -c $in -o $out")
-        file.rule("link", f"{cxx} -shared $in -o $out $flags", depfile=False)
+        file.rule("link", f"{cxx} -shared $in -o $out {shlex.join(LINK_FLAGS)} $flags", depfile=False)
         stable = [*STABLE_ABI_FLAGS, "-isystem", str(torch_root / "include")]
         libtorch = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
 
@@ -236,9 +249,9 @@ class BuildNative(build_ext):
         }
         objects = [
             file.build(folder / "cpu" / f"{source.stem}.o", "cxx", [source], stable)
-            for source in sorted((CSRC / "cpu").glob("*.cpp"))
+            for source in sources("cpu", "*.cpp")
         ]
-        for source in sorted((CSRC / "cpu" / "kernels").glob("*.cpp")):
+        for source in sources("cpu/kernels", "*.cpp"):
             for isa, flags in ISA_FLAGS.items():
                 out = folder / "cpu" / "kernels" / f"{source.stem}.{isa}.o"
                 objects.append(file.build(out, "cxx", [source], [*flags, f"-DPFL_ISA={isa}"]))
@@ -263,7 +276,7 @@ class BuildNative(build_ext):
             file.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out")
             cuda_objects = [
                 file.build(folder / "cuda" / f"{source.stem}.o", "nvcc", [source], [*stable, "-DUSE_CUDA"])
-                for source in sorted((CSRC / "cuda").glob("*.cu"))
+                for source in sources("cuda", "*.cu")
             ]
             libcuda = [*libtorch, "-ltorch_cuda", f"-L{toolkit.libraries}", "-lcudart"]
             file.build(outputs["_C_cuda"], "link", cuda_objects, libcuda)
