@@ -19,6 +19,7 @@ without a GPU and an architecture list.
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -212,6 +213,19 @@ class NinjaFile:
             )
 
 
+def build_record() -> dict[str, object]:
+    """The digests by which ``pfl_ext._native`` knows at import what the libraries were built from."""
+    path = ROOT / "pfl_ext" / "_build_record.py"
+    spec = importlib.util.spec_from_file_location("pfl_ext_build_record", path)
+    assert spec is not None and spec.loader is not None
+    record = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(record)
+    return {
+        "schemas": record.schemas_digest(record.declared_schemas(ROOT / "pfl_ext" / "ops")),
+        "sources": {library: record.sources_digest(CSRC, library) for library in record.SOURCES},
+    }
+
+
 def sources(folder: str, pattern: str) -> list[Path]:
     """The files to compile in a folder of csrc. None is an error: an empty library links."""
     found = sorted((CSRC / folder).glob(pattern))
@@ -261,6 +275,7 @@ class BuildNative(build_ext):
             "built": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "torch": torch.__version__,
             "torch_target": "2.10",
+            **build_record(),
             "cxx": output_of(cxx, "--version").splitlines()[0],
             "cxx_flags": shlex.join(CXX_FLAGS).replace(str(CSRC), "csrc"),
             "isa_flags": {isa: shlex.join(flags) for isa, flags in ISA_FLAGS.items()},

@@ -11,6 +11,9 @@ from types import ModuleType
 
 import pytest
 
+from pfl_ext._build_record import declared_schemas, schemas_digest, sources_digest
+from pfl_ext.ops._declare import OPS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -145,6 +148,28 @@ def test_compilers_at_once_are_bounded_by_cores_and_memory(build, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "many")
     with pytest.raises(SystemExit, match="MAX_JOBS='many' is not accepted"):
         build.job_count()
+
+
+def test_the_schemas_read_at_build_time_are_those_declared_at_import():
+    assert sorted(declared_schemas(ROOT / "pfl_ext" / "ops")) == sorted(op.schema for op in OPS.values())
+
+
+def test_a_schema_that_cannot_be_read_at_build_time_is_refused_with_its_place(tmp_path):
+    (tmp_path / "family.py").write_text('name = "op"\ndeclare(f"{name}(Tensor x) -> Tensor")\n')
+    with pytest.raises(ValueError, match=r"family\.py:2: the schema given to declare\(\) must be one plain string"):
+        declared_schemas(tmp_path)
+
+
+def test_the_record_of_a_build_changes_with_its_schemas_and_sources(build, tmp_path):
+    recorded = build.build_record()
+    assert recorded["schemas"] == schemas_digest(op.schema for op in OPS.values())
+    assert recorded["schemas"] != schemas_digest(f"{op.schema} " for op in OPS.values())
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    assert recorded["sources"] == {name: sources_digest(tmp_path / "csrc", name) for name in ("_C", "_C_cuda")}
+    kernel = tmp_path / "csrc" / "cuda" / "kernels" / "averaging.cuh"
+    kernel.rename(kernel.with_name("renamed.cuh"))
+    assert recorded["sources"]["_C"] == sources_digest(tmp_path / "csrc", "_C")
+    assert recorded["sources"]["_C_cuda"] != sources_digest(tmp_path / "csrc", "_C_cuda")
 
 
 @pytest.mark.parametrize(
