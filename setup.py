@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -180,30 +182,35 @@ def job_count() -> int:
 
 
 class NinjaFile:
-    """A build.ninja, statement by statement."""
+    """The compile and link steps of a build.ninja, each with flags of its own."""
 
     def __init__(self) -> None:
-        self.lines = ["ninja_required_version = 1.5"]
+        from ninja import ninja_syntax
 
-    def rule(self, name: str, command: str, depfile: bool = True) -> None:
-        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
-        if depfile:
-            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+        self.text = io.StringIO()
+        self.escape = ninja_syntax.escape
+        # Not wrapped: a continued line loses a space where a quoted path has two.
+        self.writer = ninja_syntax.Writer(self.text, width=sys.maxsize)
 
-    def build(self, out: Path, rule: str, inputs: list[Path], flags: list[str] | None = None) -> Path:
-        self.lines.append(f"build {self.path(out)}: {rule} {' '.join(map(self.path, inputs))}")
-        if flags:
-            self.lines.append(f"  flags = {shlex.join(flags).replace('$', '$$')}")
+    def rule(self, name: str, command: list[str], arguments: str, depfile: bool = True) -> None:
+        """A step: a command to be taken as it is, and arguments with ninja's variables."""
+        self.writer.rule(
+            name,
+            f"{self.escape(shlex.join(command))} {arguments}",
+            description=f"{name} $out",
+            depfile="$out.d" if depfile else None,
+            deps="gcc" if depfile else None,
+        )
+
+    def build(self, out: Path, rule: str, inputs: list[Path], flags: list[str]) -> Path:
+        paths = [self.escape(str(path)) for path in (out, *inputs)]  # the writer itself leaves a $ in a path alone
+        self.writer.build(paths[0], rule, paths[1:], variables={"flags": self.escape(shlex.join(flags))})
         return out
-
-    @staticmethod
-    def path(path: Path) -> str:
-        return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
     def run(self, folder: Path) -> None:
         import ninja
 
-        (folder / "build.ninja").write_text("\n".join(self.lines) + "\n")
+        (folder / "build.ninja").write_text(self.text.getvalue())
         command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(folder), "-j", str(job_count())]
         if subprocess.run(command).returncode != 0:
             raise SystemExit(
@@ -253,8 +260,8 @@ class BuildNative(build_ext):
             )
 
         file = NinjaFile()
-        file.rule("cxx", f"{cxx} -MMD -MF $out.d {shlex.join(CXX_FLAGS)} $flags -c $in -o $out")
-        file.rule("link", f"{cxx} -shared $in -o $out {shlex.join(LINK_FLAGS)} $flags", depfile=False)
+        file.rule("cxx", [cxx, *CXX_FLAGS], "-MMD -MF $out.d $flags -c $in -o $out")
+        file.rule("link", [cxx, "-shared", *LINK_FLAGS], "$in -o $out $flags", depfile=False)
         stable = [*STABLE_ABI_FLAGS, "-isystem", str(torch_root / "include")]
         libtorch = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
 
@@ -287,8 +294,8 @@ class BuildNative(build_ext):
             archs, used = gencode_flags(toolkit)
             extra = shlex.split(os.environ.get("PFL_EXT_NVCC_FLAGS", ""))
             # nvcc writes the dependencies of the host pass in gcc's form.
-            nvcc = shlex.join([toolkit.nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *archs, *extra])
-            file.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out")
+            nvcc = [toolkit.nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *archs, *extra]
+            file.rule("nvcc", nvcc, "-MD -MF $out.d $flags -c $in -o $out")
             cuda_objects = [
                 file.build(folder / "cuda" / f"{source.stem}.o", "nvcc", [source], [*stable, "-DUSE_CUDA"])
                 for source in sources("cuda", "*.cu")

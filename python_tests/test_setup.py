@@ -150,6 +150,30 @@ def test_compilers_at_once_are_bounded_by_cores_and_memory(build, monkeypatch):
         build.job_count()
 
 
+@pytest.mark.parametrize("name", ["plain", "x  " * 40 + "x", "a $dollar", "quote's"])
+def test_a_build_works_in_a_folder_of_any_name(build, tmp_path, name):
+    pytest.importorskip("ninja")
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path / name
+    (folder / "include").mkdir(parents=True)
+    (folder / "include" / "greeting.h").write_text("inline const char* greeting() { return TEXT; }\n")
+    (folder / "main.cpp").write_text(
+        '#include <cstdio>\n#include "greeting.h"\nint main() { std::puts(greeting()); }\n'
+    )
+    file = build.NinjaFile()
+    file.rule("cxx", [compiler, f"-I{folder / 'include'}"], "-MMD -MF $out.d $flags -c $in -o $out")
+    file.rule("link", [compiler], "$in -o $out $flags", depfile=False)
+    compiled = file.build(folder / "main.o", "cxx", [folder / "main.cpp"], ['-DTEXT="1 $HOME  2"'])
+    program = file.build(folder / "main", "link", [compiled], [f"-L{folder}"])
+    file.run(folder)
+    assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "1 $HOME  2\n"
+    (folder / "main.cpp").write_text("int main() { return wrong; }\n")
+    with pytest.raises(SystemExit, match="compiling pfl_ext failed; the commands are in"):
+        file.run(folder)
+
+
 def test_the_schemas_read_at_build_time_are_those_declared_at_import():
     assert sorted(declared_schemas(ROOT / "pfl_ext" / "ops")) == sorted(op.schema for op in OPS.values())
 
