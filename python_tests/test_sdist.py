@@ -31,11 +31,13 @@ BUILT = shutil.ignore_patterns("__pycache__", "*.so", "_build.json")
 PROBE = """
 import json, torch, pfl_ext
 from pfl_ext import _native
+from pfl_ext.data import load
 from pfl_ext.ops import weighted_average
 from pfl_ext.ops._declare import OPS
 print(json.dumps({
     "file": pfl_ext.__file__,
     "result": weighted_average([[torch.tensor([1.0])], [torch.tensor([3.0])]])[0].tolist(),
+    "digits": len(load("digits")),
     "cpu": _native.status()["cpu"].reason,
     "cuda": _native.status()["cuda"].reason,
     "plain": [name for name, op in OPS.items() if not op.has_kernel("CPU") and "cpu" not in op.plain_on],
@@ -140,6 +142,7 @@ def test_an_installation_from_the_source_distribution_compiles_and_serves_every_
     found = json.loads(run.stdout)
     assert Path(found["file"]).parent == target / "pfl_ext"
     assert found["result"] == [2.0]
+    assert found["digits"] == 1797
     assert found["cpu"] == ""
     assert found["cuda"] == "not built: PFL_EXT_CUDA=0"
     assert found["plain"] == []
