@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (".ci", "benchmarks", "configs", "csrc", "docs", "examples", "pfl_ext", "python_tests")
 FILES = (
     "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
     "LICENSE",
     "MANIFEST.in",
     "Makefile",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -172,6 +174,60 @@ def test_a_build_works_in_a_folder_of_any_name(build, tmp_path, name):
     (folder / "main.cpp").write_text("int main() { return wrong; }\n")
     with pytest.raises(SystemExit, match="compiling pfl_ext failed; the commands are in"):
         file.run(folder)
+
+
+# ---- metadata --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    toml = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    return toml.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def packages(project: dict, extra: str) -> set[str]:
+    """The packages that an extra asks for, with those of the extras that it names."""
+    found = set()
+    for requirement in project["optional-dependencies"][extra]:
+        if own := re.fullmatch(r"pfl_ext\[(.+)\]", requirement):
+            found |= set().union(*(packages(project, name) for name in own[1].split(",")))
+        else:
+            found.add(requirement)
+    return found
+
+
+def test_messages_and_pages_name_extras_that_exist_and_no_package_that_an_extra_has(project):
+    extras = project["optional-dependencies"]
+    named = set()
+    pages = ("pfl_ext/**/*.py", "benchmarks/**/*.py", "*.md", "docs/*.md", "csrc/**/*.md")
+    for path in (path for pattern in pages for path in ROOT.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        for command in re.findall(r"pip install ([^`\n]+)", text):
+            chosen = re.findall(r"\[([\w,]+)\]", command)
+            named |= {name for names in chosen for name in names.split(",")}
+            plain = set(re.findall(r"[\w-]+", re.sub(r"\[.*?\]|\(.*", "", command)))
+            assert not plain & packages(project, "all"), (path, command)
+    assert named >= {"plots", "tensorboard", "images", "dev"}
+    assert named <= set(extras)
+
+
+def test_the_extra_all_has_what_every_extra_of_users_has(project):
+    extras = set(project["optional-dependencies"]) - {"all", "dev"}
+    assert packages(project, "all") == set().union(*(packages(project, extra) for extra in extras))
+
+
+def test_the_makefile_installs_the_extra_dev_and_constraints_pin_it(project):
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8")
+    tools = {name: re.search(rf"^{name} := (.+)$", lines, re.M)[1] for name in ("TEST_TOOLS", "DEV_TOOLS")}
+    installed = set(tools["DEV_TOOLS"].replace("$(TEST_TOOLS)", tools["TEST_TOOLS"]).split())
+    # torch has a line of its own there; the others are dependencies that `pip install --no-deps` leaves out.
+    needed = {name.partition(";")[0] for name in project["dependencies"]} - {"torch>=2.10", "tomli"}
+    assert installed == packages(project, "dev") | needed
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert installed <= pinned
+
+
+# ---- what a build records --------------------------------------------------------------------------------------------
 
 
 def test_the_schemas_read_at_build_time_are_those_declared_at_import():

@@ -127,7 +127,7 @@ def _decode(paths: list[Path], size: int | None) -> np.ndarray:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ImportError("reading images needs Pillow: pip install pillow") from error
+        raise ImportError("reading images needs Pillow: pip install 'pfl_ext[images]'") from error
 
     def decode(path: Path) -> np.ndarray:
         try:
