@@ -42,7 +42,7 @@ DEV_TOOLS := $(TEST_TOOLS) safetensors scikit-learn pybind11 ninja setuptools wh
 
 PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(NATIVE_SOURCES) setup.py pyproject.toml README.md
+PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
 .PHONY: help test demo build lint abi sanitized cuda-check bench readme clean FORCE
 .DEFAULT_GOAL := help

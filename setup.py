@@ -19,6 +19,8 @@ without a GPU and an architecture list.
 from __future__ import annotations
 
 import datetime
+import importlib.util
+import io
 import json
 import os
 import platform
@@ -26,6 +28,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -53,6 +56,8 @@ CXX_FLAGS = [
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 ]
 NVCC_FLAGS = [*COMMON_FLAGS, "-fmad=false", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+# A function that no source defines is an error of the link and not of the first call.
+LINK_FLAGS = ["-Wl,--no-undefined"] if platform.system() == "Linux" else []
 STABLE_ABI_FLAGS = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
 
 if platform.machine() in ("x86_64", "AMD64"):
@@ -177,30 +182,35 @@ def job_count() -> int:
 
 
 class NinjaFile:
-    """A build.ninja, statement by statement."""
+    """The compile and link steps of a build.ninja, each with flags of its own."""
 
     def __init__(self) -> None:
-        self.lines = ["ninja_required_version = 1.5"]
+        from ninja import ninja_syntax
 
-    def rule(self, name: str, command: str, depfile: bool = True) -> None:
-        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {name} $out"]
-        if depfile:
-            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+        self.text = io.StringIO()
+        self.escape = ninja_syntax.escape
+        # Not wrapped: a continued line loses a space where a quoted path has two.
+        self.writer = ninja_syntax.Writer(self.text, width=sys.maxsize)
 
-    def build(self, out: Path, rule: str, inputs: list[Path], flags: list[str] | None = None) -> Path:
-        self.lines.append(f"build {self.path(out)}: {rule} {' '.join(map(self.path, inputs))}")
-        if flags:
-            self.lines.append(f"  flags = {shlex.join(flags).replace('$', '$$')}")
+    def rule(self, name: str, command: list[str], arguments: str, depfile: bool = True) -> None:
+        """A step: a command to be taken as it is, and arguments with ninja's variables."""
+        self.writer.rule(
+            name,
+            f"{self.escape(shlex.join(command))} {arguments}",
+            description=f"{name} $out",
+            depfile="$out.d" if depfile else None,
+            deps="gcc" if depfile else None,
+        )
+
+    def build(self, out: Path, rule: str, inputs: list[Path], flags: list[str]) -> Path:
+        paths = [self.escape(str(path)) for path in (out, *inputs)]  # the writer itself leaves a $ in a path alone
+        self.writer.build(paths[0], rule, paths[1:], variables={"flags": self.escape(shlex.join(flags))})
         return out
-
-    @staticmethod
-    def path(path: Path) -> str:
-        return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
     def run(self, folder: Path) -> None:
         import ninja
 
-        (folder / "build.ninja").write_text("\n".join(self.lines) + "\n")
+        (folder / "build.ninja").write_text(self.text.getvalue())
         command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(folder), "-j", str(job_count())]
         if subprocess.run(command).returncode != 0:
             raise SystemExit(
@@ -208,6 +218,30 @@ class NinjaFile:
                 "A C++20 compiler is needed (set CXX to choose one). PFL_EXT_CUDA=0 leaves the CUDA library out, "
                 "PFL_EXT_NATIVE=0 installs without native code."
             )
+
+
+def build_record() -> dict[str, object]:
+    """The digests by which ``pfl_ext._native`` knows at import what the libraries were built from."""
+    path = ROOT / "pfl_ext" / "_build_record.py"
+    spec = importlib.util.spec_from_file_location("pfl_ext_build_record", path)
+    assert spec is not None and spec.loader is not None
+    record = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(record)
+    return {
+        "schemas": record.schemas_digest(record.declared_schemas(ROOT / "pfl_ext" / "ops")),
+        "sources": {library: record.sources_digest(CSRC, library) for library in record.SOURCES},
+    }
+
+
+def sources(folder: str, pattern: str) -> list[Path]:
+    """The files to compile in a folder of csrc. None is an error: an empty library links."""
+    found = sorted((CSRC / folder).glob(pattern))
+    if not found:
+        raise SystemExit(
+            f"there is no {pattern} in {CSRC / folder}: this copy of pfl_ext's source is incomplete. Build from the "
+            "whole repository or its source distribution; PFL_EXT_NATIVE=0 installs without native code."
+        )
+    return found
 
 
 class BuildNative(build_ext):
@@ -226,8 +260,8 @@ class BuildNative(build_ext):
             )
 
         file = NinjaFile()
-        file.rule("cxx", f"{cxx} -MMD -MF $out.d {shlex.join(CXX_FLAGS)} $flags -c $in -o $out")
-        file.rule("link", f"{cxx} -shared $in -o $out $flags", depfile=False)
+        file.rule("cxx", [cxx, *CXX_FLAGS], "-MMD -MF $out.d $flags -c $in -o $out")
+        file.rule("link", [cxx, "-shared", *LINK_FLAGS], "$in -o $out $flags", depfile=False)
         stable = [*STABLE_ABI_FLAGS, "-isystem", str(torch_root / "include")]
         libtorch = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
 
@@ -236,9 +270,9 @@ class BuildNative(build_ext):
         }
         objects = [
             file.build(folder / "cpu" / f"{source.stem}.o", "cxx", [source], stable)
-            for source in sorted((CSRC / "cpu").glob("*.cpp"))
+            for source in sources("cpu", "*.cpp")
         ]
-        for source in sorted((CSRC / "cpu" / "kernels").glob("*.cpp")):
+        for source in sources("cpu/kernels", "*.cpp"):
             for isa, flags in ISA_FLAGS.items():
                 out = folder / "cpu" / "kernels" / f"{source.stem}.{isa}.o"
                 objects.append(file.build(out, "cxx", [source], [*flags, f"-DPFL_ISA={isa}"]))
@@ -248,6 +282,7 @@ class BuildNative(build_ext):
             "built": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "torch": torch.__version__,
             "torch_target": "2.10",
+            **build_record(),
             "cxx": output_of(cxx, "--version").splitlines()[0],
             "cxx_flags": shlex.join(CXX_FLAGS).replace(str(CSRC), "csrc"),
             "isa_flags": {isa: shlex.join(flags) for isa, flags in ISA_FLAGS.items()},
@@ -259,11 +294,11 @@ class BuildNative(build_ext):
             archs, used = gencode_flags(toolkit)
             extra = shlex.split(os.environ.get("PFL_EXT_NVCC_FLAGS", ""))
             # nvcc writes the dependencies of the host pass in gcc's form.
-            nvcc = shlex.join([toolkit.nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *archs, *extra])
-            file.rule("nvcc", f"{nvcc} -MD -MF $out.d $flags -c $in -o $out")
+            nvcc = [toolkit.nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *archs, *extra]
+            file.rule("nvcc", nvcc, "-MD -MF $out.d $flags -c $in -o $out")
             cuda_objects = [
                 file.build(folder / "cuda" / f"{source.stem}.o", "nvcc", [source], [*stable, "-DUSE_CUDA"])
-                for source in sorted((CSRC / "cuda").glob("*.cu"))
+                for source in sources("cuda", "*.cu")
             ]
             libcuda = [*libtorch, "-ltorch_cuda", f"-L{toolkit.libraries}", "-lcudart"]
             file.build(outputs["_C_cuda"], "link", cuda_objects, libcuda)

@@ -119,7 +119,7 @@ def setting(dataset: Dataset, clients: int, fraction: float = 1.0) -> Setting:
 
 
 def enlarged_digits() -> Dataset:
-    """scikit-learn's digits at MNIST's size, for a race without a download."""
+    """The digits at MNIST's size, for a race without a download."""
     digits = load("digits")
     large = F.interpolate(digits.inputs.float(), size=(28, 28)).to(torch.uint8)
     return Dataset.from_tensors(large, digits.targets, name="digits, enlarged", classes=digits.classes)
@@ -451,7 +451,7 @@ def _race(arguments: argparse.Namespace) -> list[report.Row]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY)
-    parser.add_argument("--quick", action="store_true", help="on scikit-learn's digits, written to a file of its own")
+    parser.add_argument("--quick", action="store_true", help="on the digits, written to a file of its own")
     parser.add_argument(
         "--data", metavar="DIR", type=Path, help="folder with MNIST (default: $PFL_EXT_DATA, else data)"
     )

@@ -32,7 +32,7 @@ def draw(rows: Sequence[Row], path: Path, counted: str = "clients") -> None:
         from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError(f"plots need matplotlib: pip install 'pfl_ext[bench]' ({error})") from None
+        raise ImportError(f"plots need matplotlib: pip install 'pfl_ext[plots]' ({error})") from None
 
     op, threads = rows[0].op, max(row.threads for row in rows)
     dtypes = [row.dtype for row in rows]

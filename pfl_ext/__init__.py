@@ -1,8 +1,28 @@
 """Fused C++/CUDA ops for personalised federated learning, and the algorithms built on them."""
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from . import _native, ops
 
-__all__ = ["__version__", "ops"]
+if TYPE_CHECKING:
+    from . import algorithms, data, federation, metrics, nn, optim, reports
+
+__all__ = ["__version__", "algorithms", "data", "federation", "metrics", "nn", "ops", "optim", "reports"]
 __version__ = "0.1.0"
 
 _native.load()
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a part when it is first asked for: who calls an op should not wait for the methods."""
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -62,7 +62,8 @@ def report() -> str:
 
     rows = []
     for device, library in _native.status().items():
-        rows.append((library.name, f"serves {device}" if library.loaded else f"not in use: {library.reason}"))
+        outdated = ", built from other sources than those in csrc" if library.outdated else ""
+        rows.append((library.name, f"serves {device}{outdated}" if library.loaded else f"not in use: {library.reason}"))
     if _native.isa():
         forced = " (PFL_EXT_ISA)" if os.environ.get("PFL_EXT_ISA") else " (the best of this machine)"
         rows.append(("instruction set", f"{_native.isa()}{forced}; available: {', '.join(_native.available_isas())}"))

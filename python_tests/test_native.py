@@ -15,6 +15,10 @@ import torch
 
 import pfl_ext
 from pfl_ext import _native
+from pfl_ext._build_record import sources_digest
+from pfl_ext.ops._declare import OPS
+
+ROOT = Path(__file__).resolve().parents[1]
 
 PROBE = """
 import json, warnings
@@ -117,6 +121,89 @@ def test_an_instruction_set_that_is_not_here_is_refused_by_name(package, isa):
 def rewrite_build(package: Path, **changes: object) -> None:
     path = package / "_build.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def compile_library(path: Path, code: str) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    path.unlink(missing_ok=True)
+    subprocess.run([compiler, "-shared", "-fPIC", "-x", "c++", "-", "-o", path], input=code, text=True, check=True)
+
+
+@needs_library
+@pytest.mark.parametrize("code", ["", "int somebody_elses() { return 1; }"], ids=["empty", "foreign"])
+def test_a_library_that_registers_no_op_is_not_called_loaded(package, code):
+    compile_library(package / "_C.abi3.so", code)
+    found = probe(package)
+    meant = [op for op in OPS.values() if "cpu" not in op.plain_on]
+    assert f"_C.abi3.so has no kernel for {len(meant)} of {len(meant)} ops (weighted_average, " in found["cpu"]
+    (warning,) = found["warnings"]
+    assert found["cpu"] in warning and "pip install --no-build-isolation" in warning
+    assert found["isa"] is None
+    assert found["result"] == 2.0
+
+
+@needs_library
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
+def test_an_empty_cuda_library_is_not_called_loaded_and_the_cpu_library_still_serves(package):
+    rewrite_build(package, cuda={"version": torch.version.cuda, "architectures": "8.0", "nvcc_flags": ""})
+    compile_library(package / "_C_cuda.abi3.so", "")
+    found = probe(package)
+    assert "_C_cuda.abi3.so has no kernel for" in found["cuda"]
+    assert found["cpu"] == ""
+    (warning,) = found["warnings"]
+    assert found["cuda"] in warning
+
+
+@needs_library
+@pytest.mark.parametrize("schemas", ["0123456789abcdef", None], ids=["other", "no record"])
+def test_a_library_built_for_other_schemas_is_not_opened(package, schemas):
+    rewrite_build(package, schemas=schemas, built="2020-01-01T00:00:00+00:00")
+    found = probe(package)
+    assert found["isa"] is None
+    (warning,) = found["warnings"]
+    assert "_C.abi3.so of 2020-01-01T00:00:00+00:00 was not built for the ops that this version" in warning
+    assert "pip install --no-build-isolation" in warning
+    assert found["result"] == 2.0
+    done = run(package, PROBE + "\nfrom pfl_ext.ops._declare import OPS\nprint(OPS['nonfinite'].has_kernel('CPU'))")
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.fixture
+def source_tree(package: Path) -> Path:
+    """The package in a source tree of its own, with libraries that were built from it."""
+    tree = package.parent
+    (tree / "setup.py").touch()
+    shutil.copytree(ROOT / "csrc", tree / "csrc")
+    rewrite_build(package, sources={name: sources_digest(tree / "csrc", name) for name in ("_C", "_C_cuda")})
+    return tree
+
+
+@needs_library
+def test_a_library_built_from_the_sources_beside_it_loads_without_a_word(package, source_tree):
+    (source_tree / "csrc" / "emulator" / "more.cpp").touch()  # in no library
+    found = probe(package)
+    assert found["warnings"] == []
+    assert found["cpu"] == ""
+
+
+@needs_library
+@pytest.mark.parametrize("change", ["edited", "added", "no record"])
+def test_a_library_older_than_the_sources_beside_it_is_used_with_one_warning(package, source_tree, change):
+    if change == "edited":
+        with (source_tree / "csrc" / "cpu" / "kernels" / "averaging.cpp").open("a") as file:
+            file.write("// one more line\n")
+    elif change == "added":
+        (source_tree / "csrc" / "cpu" / "more.cpp").touch()
+    else:
+        rewrite_build(package, sources={})
+    found = probe(package)
+    (warning,) = found["warnings"]
+    assert f"built from other sources than those in {source_tree / 'csrc'}" in warning
+    assert f"pip install --no-build-isolation --no-deps -e {source_tree}" in warning
+    assert found["cpu"] == "" and found["isa"] is not None
+    assert re.search(r"_C +serves cpu, built from other sources than those in csrc", info(package).stdout)
 
 
 @needs_library

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from pfl_ext._build_record import declared_schemas, schemas_digest, sources_digest
+from pfl_ext.ops._declare import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -145,6 +150,106 @@ def test_compilers_at_once_are_bounded_by_cores_and_memory(build, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "many")
     with pytest.raises(SystemExit, match="MAX_JOBS='many' is not accepted"):
         build.job_count()
+
+
+@pytest.mark.parametrize("name", ["plain", "x  " * 40 + "x", "a $dollar", "quote's"])
+def test_a_build_works_in_a_folder_of_any_name(build, tmp_path, name):
+    pytest.importorskip("ninja")
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    folder = tmp_path / name
+    (folder / "include").mkdir(parents=True)
+    (folder / "include" / "greeting.h").write_text("inline const char* greeting() { return TEXT; }\n")
+    (folder / "main.cpp").write_text(
+        '#include <cstdio>\n#include "greeting.h"\nint main() { std::puts(greeting()); }\n'
+    )
+    file = build.NinjaFile()
+    file.rule("cxx", [compiler, f"-I{folder / 'include'}"], "-MMD -MF $out.d $flags -c $in -o $out")
+    file.rule("link", [compiler], "$in -o $out $flags", depfile=False)
+    compiled = file.build(folder / "main.o", "cxx", [folder / "main.cpp"], ['-DTEXT="1 $HOME  2"'])
+    program = file.build(folder / "main", "link", [compiled], [f"-L{folder}"])
+    file.run(folder)
+    assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "1 $HOME  2\n"
+    (folder / "main.cpp").write_text("int main() { return wrong; }\n")
+    with pytest.raises(SystemExit, match="compiling pfl_ext failed; the commands are in"):
+        file.run(folder)
+
+
+# ---- metadata --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    toml = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    return toml.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def packages(project: dict, extra: str) -> set[str]:
+    """The packages that an extra asks for, with those of the extras that it names."""
+    found = set()
+    for requirement in project["optional-dependencies"][extra]:
+        if own := re.fullmatch(r"pfl_ext\[(.+)\]", requirement):
+            found |= set().union(*(packages(project, name) for name in own[1].split(",")))
+        else:
+            found.add(requirement)
+    return found
+
+
+def test_messages_and_pages_name_extras_that_exist_and_no_package_that_an_extra_has(project):
+    extras = project["optional-dependencies"]
+    named = set()
+    pages = ("pfl_ext/**/*.py", "benchmarks/**/*.py", "*.md", "docs/*.md", "csrc/**/*.md")
+    for path in (path for pattern in pages for path in ROOT.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        for command in re.findall(r"pip install ([^`\n]+)", text):
+            chosen = re.findall(r"\[([\w,]+)\]", command)
+            named |= {name for names in chosen for name in names.split(",")}
+            plain = set(re.findall(r"[\w-]+", re.sub(r"\[.*?\]|\(.*", "", command)))
+            assert not plain & packages(project, "all"), (path, command)
+    assert named >= {"plots", "tensorboard", "images", "dev"}
+    assert named <= set(extras)
+
+
+def test_the_extra_all_has_what_every_extra_of_users_has(project):
+    extras = set(project["optional-dependencies"]) - {"all", "dev"}
+    assert packages(project, "all") == set().union(*(packages(project, extra) for extra in extras))
+
+
+def test_the_makefile_installs_the_extra_dev_and_constraints_pin_it(project):
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8")
+    tools = {name: re.search(rf"^{name} := (.+)$", lines, re.M)[1] for name in ("TEST_TOOLS", "DEV_TOOLS")}
+    installed = set(tools["DEV_TOOLS"].replace("$(TEST_TOOLS)", tools["TEST_TOOLS"]).split())
+    # torch has a line of its own there; the others are dependencies that `pip install --no-deps` leaves out.
+    needed = {name.partition(";")[0] for name in project["dependencies"]} - {"torch>=2.10", "tomli"}
+    assert installed == packages(project, "dev") | needed
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert installed <= pinned
+
+
+# ---- what a build records --------------------------------------------------------------------------------------------
+
+
+def test_the_schemas_read_at_build_time_are_those_declared_at_import():
+    assert sorted(declared_schemas(ROOT / "pfl_ext" / "ops")) == sorted(op.schema for op in OPS.values())
+
+
+def test_a_schema_that_cannot_be_read_at_build_time_is_refused_with_its_place(tmp_path):
+    (tmp_path / "family.py").write_text('name = "op"\ndeclare(f"{name}(Tensor x) -> Tensor")\n')
+    with pytest.raises(ValueError, match=r"family\.py:2: the schema given to declare\(\) must be one plain string"):
+        declared_schemas(tmp_path)
+
+
+def test_the_record_of_a_build_changes_with_its_schemas_and_sources(build, tmp_path):
+    recorded = build.build_record()
+    assert recorded["schemas"] == schemas_digest(op.schema for op in OPS.values())
+    assert recorded["schemas"] != schemas_digest(f"{op.schema} " for op in OPS.values())
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    assert recorded["sources"] == {name: sources_digest(tmp_path / "csrc", name) for name in ("_C", "_C_cuda")}
+    kernel = tmp_path / "csrc" / "cuda" / "kernels" / "averaging.cuh"
+    kernel.rename(kernel.with_name("renamed.cuh"))
+    assert recorded["sources"]["_C"] == sources_digest(tmp_path / "csrc", "_C")
+    assert recorded["sources"]["_C_cuda"] != sources_digest(tmp_path / "csrc", "_C_cuda")
 
 
 @pytest.mark.parametrize(

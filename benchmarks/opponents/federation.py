@@ -23,15 +23,13 @@ and it evaluates at the beginning of the next round, which is the same work.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import roc_auc_score
-from sklearn.preprocessing import label_binarize
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -70,6 +68,16 @@ def pfllib_network(network: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(*(nn.ReLU(inplace=True) if isinstance(layer, nn.ReLU) else layer for layer in layers))
 
 
+def _scikit_learn() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Its AUC and its binarised labels. It is imported here because nothing but this race needs it."""
+    try:
+        from sklearn.metrics import roc_auc_score
+        from sklearn.preprocessing import label_binarize
+    except ImportError as error:
+        raise ImportError(f"PFLlib's metrics are scikit-learn's: pip install 'pfl_ext[dev]' ({error})") from None
+    return roc_auc_score, label_binarize
+
+
 # ---- PFLlib --------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +103,7 @@ class PFLlib:
         classes: int,
     ) -> None:
         """See the class."""
+        self._auc, self._binarize = _scikit_learn()
         self.server = copy.deepcopy(network)
         self._folder, self._batch_size, self._classes = folder, batch_size, classes
         self._models = [copy.deepcopy(network) for _ in clients]
@@ -165,8 +174,8 @@ class PFLlib:
             right += int((logits.argmax(1) == y).sum())
             tested += len(y)
             scores.append(logits.numpy())
-            labels.append(label_binarize(y.numpy(), classes=np.arange(self._classes)))
-        auc = roc_auc_score(np.concatenate(labels), np.concatenate(scores), average="micro")
+            labels.append(self._binarize(y.numpy(), classes=np.arange(self._classes)))
+        auc = self._auc(np.concatenate(labels), np.concatenate(scores), average="micro")
         return right, tested, float(auc)
 
     @torch.no_grad()
@@ -198,6 +207,7 @@ def tensor_round(
     Returns:
         The new global model, and what is reported of it.
     """
+    roc_auc_score, _ = _scikit_learn()
     total = sum(len(client.x) for client in clients)
     model = copy.deepcopy(server)
     start = [p.detach() for p in server.parameters()]

@@ -25,7 +25,7 @@ def read_images(paths: list[Path], size: int | None = None) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ImportError("reading images needs Pillow: pip install pillow") from error
+        raise ImportError("reading images needs Pillow: pip install 'pfl_ext[images]'") from error
 
     def decode(path: Path) -> np.ndarray:
         try:

@@ -24,7 +24,7 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLi
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError("drawing a partition needs matplotlib: pip install matplotlib") from error
+        raise ImportError("drawing a partition needs matplotlib: pip install 'pfl_ext[plots]'") from error
 
     counts = partition.counts(dataset)
     clients, classes = counts.shape

@@ -335,7 +335,7 @@ def _import(module: str) -> Any:
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
-        raise ImportError(f"plots need matplotlib: pip install 'pfl_ext[bench]' ({error})") from None
+        raise ImportError(f"plots need matplotlib: pip install 'pfl_ext[plots]' ({error})") from None
 
 
 def _figure() -> tuple[Figure, Axes]:

@@ -38,7 +38,9 @@ def tensorboard(folder: ResultsFolder) -> TensorBoard:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ImportError(f"TensorBoard's files need its package: pip install tensorboard ({error})") from None
+        raise ImportError(
+            f"TensorBoard's files need its package: pip install 'pfl_ext[tensorboard]' ({error})"
+        ) from None
     # The files of an earlier process may hold rounds that a resumed run repeats; from step 0 on they are void.
     board = TensorBoard(SummaryWriter(str(folder.path / "tensorboard"), purge_step=0))
     for record in folder.records():

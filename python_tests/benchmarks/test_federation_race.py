@@ -1,6 +1,8 @@
 """The race of whole rounds: all contestants do the same work, and one that does not is found out."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,13 @@ def test_the_table_of_many_clients_gives_the_processor_time_of_one():
         for op, seconds in ((many_clients._CLOCK, 3.0), (many_clients._PROCESSOR, 0.5))
     ]
     assert "| 50 | mapped | 3.0 | 10.0 | 700 |" in many_clients.markdown(rows)
+
+
+def test_without_scikit_learn_the_race_names_the_extra_and_everything_else_works(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    with pytest.raises(ImportError, match=r"PFLlib's metrics are scikit-learn's: pip install 'pfl_ext\[dev\]'"):
+        opponents.PFLlib(torch.nn.Linear(1, 1), [], tmp_path, batch_size=1, lr=0.1, classes=2)
+    code = "import sys; sys.modules['sklearn'] = None; from pfl_ext.benchmarks import harness; harness.main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

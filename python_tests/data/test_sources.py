@@ -33,7 +33,25 @@ def test_digits_need_no_files_and_have_a_test_part_in_every_class():
     assert int(digits.inputs.max()) == 16
     parts = [torch.bincount(digits.targets[part]) for part in (digits.is_test, ~digits.is_test)]
     assert float((parts[0] / (parts[0] + parts[1]) - 0.2).abs().max()) < 0.01
-    assert digits.fingerprint == load("digits").fingerprint
+
+
+def test_digits_are_those_of_every_earlier_result():
+    """Partitions, checkpoints and published numbers name them by this fingerprint, from when scikit-learn had them."""
+    digits = load("digits")
+    assert digits.fingerprint == "e17fc5a74eb6526ff3b6d950f8071fbff280f5f82d3827bc639c34ada6150837"
+    assert digits.inputs.dtype == torch.uint8 and digits.targets.dtype == torch.int64
+
+
+def test_digits_are_those_of_scikit_learn():
+    datasets = pytest.importorskip("sklearn.datasets")
+    bunch, digits = datasets.load_digits(), load("digits")
+
+    def multiset(images: np.ndarray, labels: np.ndarray) -> list[bytes]:
+        return sorted(
+            bytes([label]) + image.astype(np.uint8).tobytes() for image, label in zip(images, labels, strict=True)
+        )
+
+    assert multiset(digits.inputs.numpy(), digits.targets.numpy()) == multiset(bunch.images, bunch.target)
 
 
 # ---- MNIST ----------------------------------------------------------------------------------------------------------

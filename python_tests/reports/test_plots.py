@@ -106,7 +106,7 @@ def test_without_matplotlib_the_message_says_what_to_install(make_run, monkeypat
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[bench\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[plots\]'"):
         accuracy_curves({"A": make_run("a", [1.0])}, tmp_path / "x.png")
 
 
@@ -121,7 +121,7 @@ def test_without_tensorboard_the_message_says_what_to_install(make_run, monkeypa
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
+    with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[tensorboard\]'"):
         tensorboard(make_run("a", [1.0]))
 
 
