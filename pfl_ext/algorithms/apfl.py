@@ -73,7 +73,8 @@ class APFL(Method):
         v = [p.detach().clone() for p in mixture.trained]
         alpha = float(client["alpha"])
         steps_of_w, steps_of_v = Steps(client, self), Steps(client, self, params=v)
-        losses, personal_losses = [], []
+        losses: list[Tensor] = []
+        personal_losses: list[Tensor] = []
         model.module.train()
         mixture.module.train()
         for batch in client.batches(self.batch_size, **local_length(self)):

@@ -22,7 +22,7 @@ from torch import Tensor
 from pfl_ext.data import Dataset
 from pfl_ext.federation import ClientRuntime, ClientStore, Plan, Reply, Task
 from pfl_ext.federation.engine import in_files, store_folder
-from pfl_ext.federation.mapped import LARGE, MappedTensor, scratch_folder
+from pfl_ext.federation.mapped import LARGE, MappedTensor, opened, scratch_folder
 from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.uploads import Here
 
@@ -54,8 +54,10 @@ class _PortableDataset:
 
     def open(self) -> Dataset:
         """The dataset, its large tensors mapped."""
-        opened = {name: v.open() if isinstance(v, MappedTensor) else v for name, v in self.fields.items()}
-        return self.kind(**opened)
+        fields: dict[str, Any] = {
+            name: value.open() if isinstance(value, MappedTensor) else value for name, value in self.fields.items()
+        }
+        return self.kind(**fields)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ class _Worker:
             if reply.outputs is not None and task.rows is not None:
                 label = "-".join(map(str, task.rows[1:]))
                 names = ("logits", "targets")
-                files = [self._slots.write(f"{n}-{label}", x) for n, x in zip(names, reply.outputs, strict=True)]
+                outputs = (opened(x) for x in reply.outputs)
+                files = [self._slots.write(f"{n}-{label}", x) for n, x in zip(names, outputs, strict=True)]
                 reply.outputs = (files[0], files[1])
             replies.append(reply)
         return replies
@@ -171,9 +174,9 @@ def _begin(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    opened = plan.open()
-    torch.set_num_threads(opened.settings.threads)
-    _worker, _all_there = _Worker(opened, store, server, folder), all_there
+    here = plan.open()
+    torch.set_num_threads(here.settings.threads)
+    _worker, _all_there = _Worker(here, store, server, folder), all_there
 
 
 def _end_with_parent() -> None:

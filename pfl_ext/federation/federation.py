@@ -7,31 +7,30 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.ops import all_finite
 
 from .checkpoint import Checkpoints
-from .client import Rows
 from .clock import clock_of
 from .engine import Engine, InProcess
 from .evaluation import ClientResult, Evaluator
+from .identity import identity_of
 from .interruption import Interrupted, interruptible
-from .messages import Diverged, Reply, Task
+from .messages import Diverged, Task
 from .method import Method
 from .plan import Plan
 from .requirements import check_run, usable_device
-from .rounds import Asynchronous, Synchronous, diverged
+from .rounds import Asynchronous, Round, Synchronous, diverged, received
 from .runtime import seed_layers, threads_of_a_turn
 from .server import Server
 from .settings import Settings
 from .state import RunState
 from .streams import seed_of
-from .uploads import Uploads
 
 __all__ = ["Federation", "Record"]
 
@@ -64,6 +63,7 @@ class Federation:
 
     Attributes:
         server: the server's vectors.
+        identity: what a run that goes on where this one stopped must have in common with it.
         client_results: every client's results in the last evaluation of this object.
     """
 
@@ -83,31 +83,28 @@ class Federation:
     ) -> None:
         """See the class."""
         self.settings = s = Settings() if settings is None else settings
-        device = usable_device(s)
+        device, tests = usable_device(s), extra_tests or {}
         self.method, self.dataset, self.partition = method, dataset.to(device), partition
-        check_run(method, module, self.dataset, partition, s, extra_tests or {})
+        check_run(method, module, self.dataset, partition, s, tests)
         self.folder = None if folder is None else Path(folder)
-        module = copy.deepcopy(module).to(device)
-        self.server = Server(
-            module,
-            s,
-            partition.clients,
-            None if auxiliary is None else auxiliary.to(device),
-            self.dataset.subset(partition.server) if len(partition.server) else None,
-        )
-        self._network = [self.server.model.layout(), self.server.model.digest()]
-        method.set_up(self.server)
         self.engine: Engine = InProcess() if engine is None else engine
-        plan = self._plan(module, {name: [x.to(device) for x in parts] for name, parts in (extra_tests or {}).items()})
-        samples = [len(rows.train) for rows in plan.rows.values()]
+        module = copy.deepcopy(module).to(device)
+        held_out = self.dataset.subset(partition.server) if len(partition.server) else None
+        unlabelled = None if auxiliary is None else auxiliary.to(device)
+        self.server = Server(module, s, partition.clients, unlabelled, held_out)
         kind: type[Synchronous | Asynchronous] = Synchronous if method.buffer is None else Asynchronous
-        rounds = kind(method, s, self.engine, samples, clock_of(s, partition.clients, s.seed))
-        self._state = RunState(self.server, self.engine, rounds, partition.clients)
-        self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity())
+        samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
+        rounds = kind(method, s, self.engine, samples, clock)
+        self.identity = identity_of(method, s, self.dataset, partition, self.server, rounds)
+        method.set_up(self.server)
+        plan = Plan.of(method, module, self.dataset, partition, s, tests, self.folder)
         self.engine.start(plan)
+        self._state = RunState(self.server, self.engine, rounds, partition.clients)
+        self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
         has_global_model = method.global_model(self.server, self.server.model) is not None
         self._evaluate = Evaluator(self.engine, s, partition, plan.tests, has_global_model)
         self.client_results: list[ClientResult] = []
+        self._sent: set[str] = set()  # names of what clients have received
         if resume:
             self._resume()
 
@@ -120,13 +117,6 @@ class Federation:
     def recorded(self) -> int:
         """The round of the last record."""
         return self._state.recorded
-
-    def _plan(self, module: nn.Module, extra_tests: Mapping[str, Sequence[Dataset]]) -> Plan:
-        cut = self.partition
-        rows = {k: Rows(cut.train[k], cut.validation[k], cut.test[k]) for k in range(cut.clients)}
-        tests = {"global_test": [(self.dataset, cut.global_test)]}
-        tests |= {name: [(part, torch.arange(len(part))) for part in parts] for name, parts in extra_tests.items()}
-        return Plan(self.method, module, self.dataset, rows, self.settings, tests, self.folder)
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -150,22 +140,18 @@ class Federation:
             self.engine.publish(self.server)
             while self.round < s.rounds:
                 yield self._one_round()
-                self._save(stop.is_set() or self.round == s.rounds or self.round % s.checkpoint_every == 0)
-                if stop.is_set():
-                    raise Interrupted(f"stopped after round {self.round}")
+                self._pause(stop, due=self.round == s.rounds or self.round % s.checkpoint_every == 0)
             if "finish" in self.method.stages and self.recorded <= s.rounds:
                 begin = time.perf_counter()
                 # In groups, saved only between them: what is saved never holds a client that is done and not counted.
                 while self._state.personalized < self.partition.clients:
                     self._personalize_some()
-                    self._save(stop.is_set())
-                    if stop.is_set():
-                        raise Interrupted(f"stopped after round {self.round}")
+                    self._pause(stop)
                 record: Record = {"round": self.round + 1, "stage": "personalized"}
                 record["communication"] = {"up_parameters": 0, "up_bytes": 0, **self._state.received_last}
                 record["training"] = self._state.reports.means(range(self.partition.clients))
                 yield self._timed(record, begin)
-                self._save(True)
+                self._pause(stop, due=True)
 
     def _one_round(self) -> Record:
         begin = time.perf_counter()
@@ -173,7 +159,7 @@ class Federation:
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
             self._state.reports.update(client, report)
-        self._aggregate(t, round.uploads)
+        self._aggregate(t, round)
         clients = round.uploads.clients
         record: Record = {
             "round": t,
@@ -182,12 +168,9 @@ class Federation:
             "communication": {
                 "up_parameters": round.uploads.parameters(),
                 "up_bytes": round.uploads.bytes(),
-                **_received(round.replies),
+                **received(round.replies),
             },
-            "training": {
-                "trained_parameters": round.trained_parameters,
-                **self._state.reports.means(clients),
-            },
+            "training": {"trained_parameters": round.trained_parameters, **self._state.reports.means(clients)},
             **({"server": dict(self.server.report)} if self.server.report else {}),
             "work": [list(work) for work in round.works],
         }
@@ -208,22 +191,23 @@ class Federation:
         self._state.recorded = record["round"]
         return record
 
-    def _aggregate(self, t: int, uploads: Uploads) -> None:
+    def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
         self.server.round = t
         self.server.report.clear()
         with threads_of_a_turn(self.settings.threads):
             seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
-            self.method.aggregate(self.server, uploads)
-        for name in self.method.sends(self.server, 0, "train"):
-            if name in self.server and not all_finite(self.server[name]):
+            self.method.aggregate(self.server, round.uploads)
+        self._sent |= {name for reply in round.replies for name in reply.received}
+        for name in self._sent & self.server.keys():
+            if not all_finite(self.server[name]):
                 raise Diverged(None, t, name)
 
     def _personalize_some(self) -> None:
         """What the next clients do on their own after the last round."""
         group = range(self._state.personalized, min(self._state.personalized + _GROUP, self.partition.clients))
         for reply in self.engine.run([Task(k, self.round, "finish") for k in group]):
-            for name, count in _received([reply]).items():
+            for name, count in received([reply]).items():
                 self._state.received_last[name] += count
             if not diverged(self.settings, reply):
                 self._state.reports.update(reply.client, reply.report)
@@ -231,25 +215,12 @@ class Federation:
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
-    def identity(self) -> Record:
-        """What two runs must have in common for one to go on where the other stopped."""
-        auxiliary = self.server.auxiliary
-        return {
-            "method": type(self.method).__name__,
-            **self.method.identity(),
-            "data": [self.dataset.fingerprint, _normalisation(self.dataset)],
-            "auxiliary": None if auxiliary is None else [auxiliary.fingerprint, _normalisation(auxiliary)],
-            "partition": self.partition.fingerprint,
-            "network": self._network[0],
-            "initial_weights": self._network[1],  # what is frozen is not in a checkpoint, nor what nobody changed
-            **self.settings.identity(),
-            **self._state.rounds.identity(),
-        }
-
-    def _save(self, due: bool) -> None:
-        """Write a checkpoint, where the run has a folder, if it is due or the last one is long ago."""
-        if self._checkpoints is not None and (due or self._checkpoints.late()):
+    def _pause(self, stop: Event, due: bool = False) -> None:
+        """Save, where the run has a folder, if that is due or was long ago; end if somebody asked for it."""
+        if self._checkpoints is not None and (due or stop.is_set() or self._checkpoints.late()):
             self._checkpoints.save(self.round + self._state.personalized, *self._state.content())
+        if stop.is_set():
+            raise Interrupted(f"stopped after round {self.round}")
 
     def _resume(self) -> None:
         if self._checkpoints is None:
@@ -267,7 +238,7 @@ class Federation:
             FileNotFoundError: there is no checkpoint.
             ForeignCheckpoint, DamagedCheckpoint: it is not of such a run, or not as it was written.
         """
-        found = Checkpoints(Path(folder) / "checkpoints", self.identity()).newest()
+        found = Checkpoints(Path(folder) / "checkpoints", self.identity).newest()
         if found is None:
             raise FileNotFoundError(f"{folder} has no checkpoint")
         self._restore(*found)
@@ -277,16 +248,3 @@ class Federation:
         if state["round"] > self.settings.rounds:
             raise ValueError(f"the saved run has {state['round']} rounds; {self.settings.rounds} are asked for")
         self._state.restore(state, tensors)
-
-
-def _received(replies: Sequence[Reply]) -> dict[str, int]:
-    """What clients received."""
-    return {
-        "down_parameters": sum(reply.received for reply in replies),
-        "down_bytes": sum(reply.work.down for reply in replies),
-    }
-
-
-def _normalisation(dataset: Dataset) -> list[list[float]] | None:
-    """Mean and standard deviation of the channels, which a dataset's fingerprint does not cover."""
-    return None if dataset.mean is None or dataset.std is None else [dataset.mean.tolist(), dataset.std.tolist()]

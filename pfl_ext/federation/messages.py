@@ -111,8 +111,8 @@ class Reply:
     metrics: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     """By model and split."""
     work: Work = _NO_WORK
-    received: int = 0
-    """How many numbers the client received."""
+    received: dict[str, int] = field(default_factory=dict)
+    """How many numbers the client received, by the names of the vectors."""
     trained_parameters: int = 0
     """How many parameters it has trained: those of two models where it trained two."""
     outputs: tuple[Vector, Vector] | None = None

@@ -131,7 +131,7 @@ class WorkingModel:
 
     def _tensors(self) -> list[Tensor]:
         """The tensors that a state consists of, as the module has them now."""
-        return [*self.trained, *(owner._buffers[name] for owner, name in self._buffers)]  # type: ignore[list-item]
+        return [*self.trained, *(owner._buffers[name] for owner, name in self._buffers)]
 
     def _entries(self, chosen: list[bool]) -> Tensor:
         """Which numbers of a state are in the chosen tensors."""
@@ -221,7 +221,8 @@ class WorkingModel:
         """A state's numbers, a vector a tensor: views of it."""
         if state.shape != (self.size,):
             raise ValueError(f"a state of the shape {list(state.shape)} for a model of {self.size} numbers")
-        return state.split(self._sizes)
+        pieces: tuple[Tensor, ...] = state.split(self._sizes)
+        return pieces
 
     def _copy_into(self, places: list[int], values: tuple[Tensor, ...]) -> None:
         """Set some of the tensors."""

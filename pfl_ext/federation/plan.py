@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.data import Dataset
+from pfl_ext.data import Dataset, Partition
 
 from .client import Rows
 from .method import Method
@@ -38,6 +38,25 @@ class Plan:
     """Test sets that belong to no client, each in parts of samples of a dataset: ``"global_test"``, and extra ones."""
     folder: Path | None = None
     """Where clients' vectors are kept that are in files; None: where there is room."""
+
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        module: nn.Module,
+        dataset: Dataset,
+        partition: Partition,
+        settings: Settings,
+        extra_tests: Mapping[str, Sequence[Dataset]],
+        folder: Path | None,
+    ) -> Plan:
+        """The plan of all clients of a partition."""
+        cut = partition
+        rows = {k: Rows(cut.train[k], cut.validation[k], cut.test[k]) for k in range(cut.clients)}
+        tests = {"global_test": [(dataset, cut.global_test)]}
+        for name, parts in extra_tests.items():
+            tests[name] = [(part.to(dataset.device), torch.arange(len(part))) for part in parts]
+        return cls(method, module, dataset, rows, settings, tests, folder)
 
     def kept(self, model: WorkingModel) -> dict[str, Tensor]:
         """What is kept for each client: the method's vectors, and local buffers and private steps where there are."""

@@ -80,6 +80,14 @@ def diverged(settings: Schedule, reply: Reply) -> bool:
     return reply.error is not None
 
 
+def received(replies: Sequence[Reply]) -> dict[str, int]:
+    """What clients received, for a record."""
+    return {
+        "down_parameters": sum(sum(reply.received.values()) for reply in replies),
+        "down_bytes": sum(reply.work.down for reply in replies),
+    }
+
+
 class Synchronous:
     """All selected clients begin with the server's vectors and are waited for.
 

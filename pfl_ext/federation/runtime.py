@@ -94,7 +94,7 @@ class ClientRuntime:
             reply = self._stages[task.stage](task, client, received)
         except Diverged as error:
             reply = Reply(task.client, error=error)
-        reply.received = sum(vector.numel() for vector in received.values())
+        reply.received = {name: vector.numel() for name, vector in received.items()}
         up, down = (sum(vector.nbytes for vector in vectors.values()) for vectors in (reply.sent, received))
         reply.work = Work(task.client, client.trained, client.trained_personally, up, down)
         reply.trained_parameters = client.trained_parameters

@@ -34,6 +34,11 @@ class VectorAccess(Protocol):
         """That vector is not needed any more."""
 
 
+def _average(vectors: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+    found: list[Tensor] = weighted_average([[vector] for vector in vectors], weights, normalize=normalize)
+    return found[0]
+
+
 class Here:
     """Vectors in this process's memory, or in files that it sees."""
 
@@ -41,13 +46,11 @@ class Here:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""
         files = [vector for vector in vectors if isinstance(vector, MappedTensor)]
         if len(files) < len(vectors):
-            return weighted_average([[opened(vector)] for vector in vectors], weights, normalize=normalize)[0]
+            return _average([opened(vector) for vector in vectors], weights, normalize)
         size = files[0].numel()
         step = max(1, _PIECES // (len(files) * files[0].dtype.itemsize))
         pieces = [
-            weighted_average(
-                [[file.read(begin, min(step, size - begin))] for file in files], weights, normalize=normalize
-            )[0]
+            _average([file.read(begin, min(step, size - begin)) for file in files], weights, normalize)
             for begin in range(0, size, step)
         ]
         return torch.cat(pieces) if pieces else self.fetch(files[0])

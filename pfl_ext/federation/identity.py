@@ -1,0 +1,43 @@
+"""What two runs must have in common for one to go on where the other stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pfl_ext.data import Dataset, Partition
+
+from .method import Method
+from .rounds import Rounds
+from .server import Server
+from .settings import Settings
+
+__all__ = ["identity_of"]
+
+
+def identity_of(
+    method: Method, settings: Settings, dataset: Dataset, partition: Partition, server: Server, rounds: Rounds
+) -> dict[str, Any]:
+    """Everything that has an influence on what models become, as JSON has it.
+
+    Args:
+        method, settings, dataset, partition, rounds: the run's.
+        server: before the method has set it up: its working model has the initial weights. A checkpoint has none of
+            what is frozen, nor of what no client has changed.
+    """
+    auxiliary = server.auxiliary
+    return {
+        "method": type(method).__name__,
+        **{f"method.{name}": value for name, value in method.identity().items()},
+        "data": [dataset.fingerprint, _normalisation(dataset)],
+        "auxiliary": None if auxiliary is None else [auxiliary.fingerprint, _normalisation(auxiliary)],
+        "partition": partition.fingerprint,
+        "network": server.model.layout(),
+        "initial_weights": server.model.digest(),
+        **settings.identity(),
+        **rounds.identity(),
+    }
+
+
+def _normalisation(dataset: Dataset) -> list[list[float]] | None:
+    """Mean and standard deviation of the channels, which a dataset's fingerprint does not cover."""
+    return None if dataset.mean is None or dataset.std is None else [dataset.mean.tolist(), dataset.std.tolist()]
