@@ -19,6 +19,7 @@ from .engines import EngineOptions, InProcess
 from .experiment import Experiment
 from .federation import Client, Task, WorkingModel, stream
 from .reports import (
+    LOCK,
     Progress,
     ResultsFolder,
     Runs,
@@ -135,10 +136,10 @@ def _set_aside(folder: Path) -> Iterator[None]:
 
 def _remove_new(folder: Path) -> None:
     """Remove what a run without a round has made, and the folder if nothing else is in it."""
-    for name in (*_LEFT, ".lock"):
+    for name in _LEFT:
         _remove(folder / name)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    if [path.name for path in folder.iterdir()] == [LOCK]:
+        shutil.rmtree(folder)
 
 
 def _remove(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from pfl_ext.cli import main
 from pfl_ext.experiment import Experiment, network_options
+from pfl_ext.federation import InProcess
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_auxiliary_data_are_training_images_of_another_set_in_this_ones_shape(im
     federation = experiment.make(dataset, partition)
     assert federation.server.auxiliary is not None
     plain = _experiment({"name": images, "mean": "1,2,3", "std": [9] * 3}).make(dataset, partition)
-    assert plain.server.auxiliary is None and plain.identity() != federation.identity()
+    assert plain.server.auxiliary is None and plain.identity != federation.identity
 
 
 def test_the_servers_own_held_out_samples_can_be_the_auxiliary_data(images: str) -> None:
@@ -107,9 +108,9 @@ def test_extra_tests_are_test_images_of_other_sets_in_this_ones_shape(images: st
     assert list(tests) == ["Other one", "own"]
     (part,) = tests["Other one"]
     assert len(part) == 15 and part.input_shape == (3, 16, 16) and set(part.targets.tolist()) == {0, 1, 2, 3}
-    assert (
-        torch.equal(part.mean, dataset.mean) and experiment.make(dataset, partition).extra_tests.keys() == tests.keys()
-    )
+    run = experiment.make(dataset, partition)
+    assert isinstance(run.engine, InProcess)
+    assert torch.equal(part.mean, dataset.mean) and list(run.engine.runtime.plan.tests) == ["global_test", *tests]
     (own,) = named.make_extra_tests(dataset)["own"]
     assert torch.equal(own.inputs, dataset.inputs[dataset.is_test]) and torch.equal(own.targets, dataset.targets[60:])
     assert "extra_tests" not in _experiment({"name": images}).sections()["data"]
@@ -136,7 +137,7 @@ def test_the_command_line_evaluates_on_extra_tests(
 def test_another_normalisation_is_another_run(images: str) -> None:
     first, second = (_experiment({"name": images, "mean": [m] * 3, "std": [1.0] * 3}).make_data() for m in (0.0, 1.0))
     make = _experiment({"name": images}).make
-    assert make(*first).identity() != make(*second).identity()
+    assert make(*first).identity != make(*second).identity
 
 
 def test_the_command_line_has_the_options_of_networks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,7 +203,7 @@ def test_a_library_older_than_the_sources_beside_it_is_used_with_one_warning(pac
     assert f"built from other sources than those in {source_tree / 'csrc'}" in warning
     assert f"pip install --no-build-isolation --no-deps -e {source_tree}" in warning
     assert found["cpu"] == "" and found["isa"] is not None
-    assert re.search(r"_C +serves cpu, built from other sources than those in csrc", info(package).stdout)
+    assert re.search(r"_C +serves cpu, built from other sources than those in csrc", info(package, "info").stdout)
 
 
 @needs_library

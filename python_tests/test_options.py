@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from pfl_ext.engines import EngineOptions
 from pfl_ext.experiment import settings_options
 from pfl_ext.federation import Settings, option
 from pfl_ext.options import REQUIRED, Option, OptionError, nearest, of_dataclass, of_signature
@@ -53,8 +54,8 @@ def test_a_group_is_the_class_that_declares_the_option() -> None:
 
 
 def test_settings_options_are_all_fields_of_the_settings() -> None:
-    assert settings_options().keys() == set(Settings.__dataclass_fields__)
-    assert settings_options(Grouped)["device"].group == "Where it runs"
+    assert settings_options().keys() == {*Settings.__dataclass_fields__, *EngineOptions.__dataclass_fields__}
+    assert of_dataclass(Grouped)["device"].group == "Where it runs"
     assert all(made.group and made.help for made in settings_options().values())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import ResultsFolder
+from pfl_ext.reports import LOCK, ResultsFolder
 from pfl_ext.runs import run_in
 
 
@@ -25,7 +25,8 @@ def _run(folder: Path, experiment: Experiment, overwrite: bool = False) -> None:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != LOCK)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_overwriting_removes_what_the_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_overwriting_removes_what_the_earlier_run_left_and_nothing_else(tmp_path
     files = _files(tmp_path)
     assert not left & files.keys() and files["notes.txt"] == b"mine"
     assert [record["round"] for record in ResultsFolder.open(tmp_path).records()] == [1]
-    assert not list(tmp_path.glob(".*"))
+    assert [path.name for path in tmp_path.glob(".*")] == [LOCK]
 
 
 def test_a_run_that_cannot_begin_overwrites_nothing(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_a_run_that_cannot_begin_overwrites_nothing(tmp_path: Path) -> None:
     before = _files(tmp_path)
     with pytest.raises(ValueError, match="2 of 2 clients are to join late"):
         _run(tmp_path, _experiment(new_clients=2), overwrite=True)
-    assert _files(tmp_path) == before and not list(tmp_path.glob(".*"))
+    assert _files(tmp_path) == before and [path.name for path in tmp_path.glob(".*")] == [LOCK]
 
 
 def test_overwriting_where_no_run_was_leaves_everything(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
 from .recorded import recorded
-from .results import ResultsError, ResultsFolder, Runs, lock, versions
+from .results import LOCK, ResultsError, ResultsFolder, Runs, lock, versions
 from .rounds import best_rounds, rounds_to_converge, time_to_target
 from .tables import Spread, comparison, per_user, table, tails, transpose
 from .tensorboard import TensorBoard, tensorboard
 
 __all__ = [
+    "LOCK",
     "Progress",
     "ResultsError",
     "ResultsFolder",

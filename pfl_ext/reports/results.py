@@ -34,9 +34,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["ResultsError", "ResultsFolder", "Runs", "lock", "versions"]
+__all__ = ["LOCK", "ResultsError", "ResultsFolder", "Runs", "lock", "versions"]
 
-_LOCK = ".lock"
+LOCK = ".lock"
+"""The file of a results folder that the process which writes there has locked."""
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -263,7 +264,7 @@ def lock(folder: Path) -> Iterator[None]:
         ResultsError: another process has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK).open("a+", encoding="utf-8") as file:
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
