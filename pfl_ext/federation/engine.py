@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .mapped import LARGE, MappedTensor, scratch_folder
 from .messages import Reply, Task, Vector
 from .plan import Plan
-from .runtime import ClientRuntime, threads_of_a_turn
+from .runtime import ClientRuntime, threads
 from .store import ClientStore
 from .uploads import Here, VectorAccess
 
@@ -69,11 +70,15 @@ class InProcess(Here):
 
     def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies, one after the other."""
-        for task in tasks:
-            # Not across the yield: whoever takes the replies computes with all threads.
-            with threads_of_a_turn(self._threads):
-                reply = self.runtime(task)
-            yield reply
+        random_state = torch.get_rng_state()
+        try:
+            for task in tasks:
+                # Not across the yield: whoever takes the replies computes with all threads.
+                with threads(self._threads):
+                    reply = self.runtime(task)
+                yield reply
+        finally:
+            torch.set_rng_state(random_state)
 
     def state(self) -> dict[str, Tensor]:
         """What the store has."""

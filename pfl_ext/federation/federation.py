@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
@@ -26,7 +27,7 @@ from .method import Method
 from .plan import Plan
 from .requirements import check_run, usable_device
 from .rounds import Asynchronous, Round, Synchronous, diverged, received
-from .runtime import seed_layers, threads_of_a_turn
+from .runtime import seed_layers, threads
 from .server import Server
 from .settings import Settings
 from .state import RunState
@@ -160,10 +161,9 @@ class Federation:
         for client, report in round.reports.items():
             self._state.reports.update(client, report)
         self._aggregate(t, round)
-        clients = round.uploads.clients
         record: Record = {
             "round": t,
-            "clients": clients,
+            "clients": (clients := round.uploads.clients),
             **({"dropped": round.dropped} if round.dropped else {}),
             "communication": {
                 "up_parameters": round.uploads.parameters(),
@@ -195,7 +195,7 @@ class Federation:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
         self.server.round = t
         self.server.report.clear()
-        with threads_of_a_turn(self.settings.threads):
+        with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
             seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
             self.method.aggregate(self.server, round.uploads)
         self._sent |= {name for reply in round.replies for name in reply.received}

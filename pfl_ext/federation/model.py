@@ -69,7 +69,7 @@ class Part:
         """Set them; all others stay as they are."""
         if values.shape != (self.size,):
             raise ValueError(f"{list(values.shape)} values for a part of {self.size} numbers")
-        self._model._copy_into(self._places, values.split(self._sizes))
+        self._model._copy_into(self._places, values.split_with_sizes(self._sizes))
 
 
 class WorkingModel:
@@ -201,7 +201,7 @@ class WorkingModel:
         state = parts[0][1].new_empty(self.size)
         pieces = self.pieces(state)
         for part, values in parts:
-            for i, piece in zip(part._places, values.split(part._sizes), strict=True):
+            for i, piece in zip(part._places, values.split_with_sizes(part._sizes), strict=True):
                 pieces[i].copy_(piece)
         return state
 
@@ -221,8 +221,7 @@ class WorkingModel:
         """A state's numbers, a vector a tensor: views of it."""
         if state.shape != (self.size,):
             raise ValueError(f"a state of the shape {list(state.shape)} for a model of {self.size} numbers")
-        pieces: tuple[Tensor, ...] = state.split(self._sizes)
-        return pieces
+        return state.split_with_sizes(self._sizes)
 
     def _copy_into(self, places: list[int], values: tuple[Tensor, ...]) -> None:
         """Set some of the tensors."""

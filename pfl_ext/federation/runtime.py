@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -20,7 +19,7 @@ from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
 
-__all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads_of_a_turn"]
+__all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads"]
 
 Vectors = Mapping[str, Tensor]
 Deliver = Callable[[Task, str, Vectors], Mapping[str, Vector]]
@@ -28,18 +27,23 @@ Deliver = Callable[[Task, str, Vectors], Mapping[str, Vector]]
 ``"kept"`` ones of an asynchronous turn."""
 
 
-@contextlib.contextmanager
-def threads_of_a_turn(threads: int) -> Iterator[None]:
-    """That many threads inside, and torch's random state left as it was."""
-    before, random_state = torch.get_num_threads(), torch.get_rng_state()
-    if before != threads:
-        torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        if before != threads:
-            torch.set_num_threads(before)
-        torch.set_rng_state(random_state)
+class threads:
+    """A context with that many threads of torch."""
+
+    def __init__(self, count: int) -> None:
+        """So many."""
+        self._count = count
+
+    def __enter__(self) -> None:
+        """Set the number, where it is another one."""
+        self._before = torch.get_num_threads()
+        if self._before != self._count:
+            torch.set_num_threads(self._count)
+
+    def __exit__(self, *error: object) -> None:
+        """Set it back."""
+        if self._before != self._count:
+            torch.set_num_threads(self._before)
 
 
 def seed_layers(seed: int, device: torch.device) -> None:

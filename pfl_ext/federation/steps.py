@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.ops import lwsam_perturb_, restore_
-from pfl_ext.optim import ProximalSGD
+from pfl_ext.optim.proximal import momentum_step_
 
 from .client import Batch, Client, classification_loss
 from .method import Method
@@ -82,15 +82,10 @@ class Steps:
         self.client, self.method = client, method
         self.params: list[Tensor] = list(client.model.trained if params is None else params)
         if anchor is None or lam == 0:
-            anchor, lam = self.params, 0.0
-        self._sgd = ProximalSGD(
-            self.params,
-            method.lr if lr is None else lr,
-            lam,
-            momentum=method.momentum,
-            weight_decay=method.weight_decay,
-            anchors=client.model.tensors(anchor) if isinstance(anchor, Tensor) else anchor,
-        )
+            anchor, lam = [], 0.0
+        self._anchors = client.model.tensors(anchor) if isinstance(anchor, Tensor) else anchor
+        self._momentum: list[Tensor | None] = [None] * len(self.params)
+        self._options = {"lr": method.lr if lr is None else lr, "lam": lam, "weight_decay": method.weight_decay}
         self._perturb, self._clip = perturb, clip
         self._backup: Tensor | None = None
         self._taken = 0
@@ -104,7 +99,9 @@ class Steps:
         """A step along these gradients."""
         if self._taken == 0:
             self.client.trains(self.params)
-        self._sgd.step_along(gradients)
+        momentum_step_(
+            self.params, gradients, self._anchors, self._momentum, momentum=self.method.momentum, **self._options
+        )
         self._taken += 1
 
     def take(self, batch: Batch, loss: Loss = _labels) -> Tensor:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pfl_ext.ops._arguments import describe
 from pfl_ext.ops.proximal import proximal_sgd_step_
 
-__all__ = ["ProximalSGD"]
+__all__ = ["ProximalSGD", "momentum_step_"]
 
 
 class ProximalSGD(Optimizer):
@@ -81,52 +81,55 @@ class ProximalSGD(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            self._step(group, params, [p.grad for p in params if p.grad is not None])
+            buffers = [self.state[p].get("momentum_buffer") for p in params]
+            momentum_step_(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["anchor"] for p in params] if group["lam"] != 0 else [],
+                buffers,
+                **{name: value for name, value in group.items() if name in self.defaults},
+            )
+            if group["momentum"] != 0:
+                for p, buffer in zip(params, buffers, strict=True):
+                    self.state[p]["momentum_buffer"] = buffer
         return loss
 
-    @torch.no_grad()
-    def step_along(self, gradients: Sequence[Tensor]) -> None:
-        """One step by these gradients, one for each parameter in the groups' order, in place of those in ``.grad``.
 
-        For loops that have their gradients from ``torch.autograd.grad``.
-        """
-        count = sum(len(group["params"]) for group in self.param_groups)
-        if len(gradients) != count:
-            raise ValueError(f"{len(gradients)} gradients for {count} parameters")
-        begin = 0
-        for group in self.param_groups:
-            params = group["params"]
-            self._step(group, params, list(gradients[begin : begin + len(params)]))
-            begin += len(params)
+def momentum_step_(
+    params: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    buffers: list[Tensor | None],
+    *,
+    momentum: float = 0.0,
+    **options: Any,
+) -> None:
+    """:func:`pfl_ext.ops.proximal_sgd_step_` with momentum buffers that begin by themselves.
 
-    def _step(self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor]) -> None:
-        if group["momentum"] == 0:
-            self._update(group, params, gradients, [], first=False)
-            return
-        buffers = [self.state[p].get("momentum_buffer") for p in params]
-        # Parameters whose buffer is yet to begin, and the others.
-        for first in (True, False):
-            chosen = [i for i, buffer in enumerate(buffers) if (buffer is None) == first]
-            own = [torch.empty_like(params[i]) if first else buffers[i] for i in chosen]
-            self._update(group, [params[i] for i in chosen], [gradients[i] for i in chosen], own, first=first)
-            for i, buffer in zip(chosen, own, strict=True):
-                self.state[params[i]]["momentum_buffer"] = buffer
+    For loops with their gradients at hand; :class:`ProximalSGD` is the same for those in ``.grad``.
 
-    def _update(
-        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], first: bool
-    ) -> None:
+    Args:
+        params, gradients, anchors: as there.
+        buffers: one for each parameter, None before its first step, which sets it.
+        momentum: as there.
+        options: the others of that op.
+    """
+    if momentum == 0 or not params:
         if params:
+            proximal_sgd_step_(params, gradients, anchors, **options)
+        return
+    beginning = [i for i, buffer in enumerate(buffers) if buffer is None]
+    for i in beginning:
+        buffers[i] = torch.empty_like(params[i])
+    running = [i for i in range(len(params)) if i not in beginning] if beginning else range(len(params))
+    for chosen, first in ((beginning, True), (running, False)):
+        if chosen:
             proximal_sgd_step_(
-                params,
-                gradients,
-                [self.state[p]["anchor"] for p in params] if group["lam"] != 0 else [],
-                group["lr"],
-                group["lam"],
-                group["momentum"],
-                group["weight_decay"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                momentum_buffers=buffers,
+                [params[i] for i in chosen],
+                [gradients[i] for i in chosen],
+                [anchors[i] for i in chosen] if anchors else [],
+                momentum=momentum,
+                momentum_buffers=[buffers[i] for i in chosen],  # type: ignore[misc]
                 first=first,
+                **options,
             )
