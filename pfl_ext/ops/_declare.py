@@ -45,6 +45,7 @@ def declare(
     *,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
+    composed: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
     plain_on: Mapping[str, str] | None = None,
@@ -53,12 +54,14 @@ def declare(
 
     ``reference`` computes the op in plain torch and is its default kernel; ``fake`` gives shapes and types to
     ``torch.compile``; ``backward`` and ``setup_context`` are as in :func:`torch.library.register_autograd`.
+    ``composed`` is the default kernel of an op that is made of other ops, so that their native kernels serve it too;
+    the reference stays plain torch, or comparing with it would compare a kernel with itself.
     ``plain_on`` says for which devices (``"cpu"``, ``"cuda"``) the reference is all there is meant to be, and why.
     """
     name = schema.split("(", 1)[0]
     qualified = f"pfl_ext::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(name, reference, "CompositeExplicitAutograd")
+    _library.impl(name, composed or reference, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)
