@@ -327,10 +327,15 @@ def personalization_scores(a: Model, b: Model, groups: Sequence[int] | Mapping[s
 
 
 def _as_scores(scores: Tensor | Sequence[float], device: torch.device) -> Tensor:
-    if isinstance(scores, Tensor):
-        # A vector that is on another device is sent there without waiting for it.
-        return scores.detach().to(device, torch.float64, non_blocking=True).contiguous()
-    return torch.tensor(scores, dtype=torch.float64, device=device)
+    if not isinstance(scores, Tensor):
+        vector = torch.tensor(scores, dtype=torch.float64)
+    elif scores.device == device:
+        return scores.detach().to(device, torch.float64).contiguous()
+    else:
+        # Pinned memory may be overwritten before it has been sent.
+        vector = scores.detach().clone() if scores.is_cpu else scores.detach()
+    # Sent to a GPU without waiting for it. From a GPU the host has to wait, or it reads what has not arrived yet.
+    return vector.to(device, torch.float64, non_blocking=device.type != "cpu").contiguous()
 
 
 def lwsam_perturb_(

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from pfl_ext import _native
 from pfl_ext.ops import layer_groups, lwsam_perturb_, personalization_scores, restore_
@@ -304,6 +306,42 @@ def test_mixed_types_share_one_norm(device):
     assert_same_bits(params, before)
 
 
+class Copies(TorchFunctionMode):
+    """Whether each copy between devices waits, by the device that it goes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to and args[0].device.type != torch.device(args[1]).type:
+            self.waits.append((torch.device(args[1]).type, not (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **kwargs or {})
+
+
+def test_scores_are_waited_for_on_their_way_to_the_cpu_and_nowhere_else():
+    with FakeTensorMode(), Copies() as copies:
+        for here, there in (("cpu", "cuda"), ("cuda", "cpu")):
+            w, g = torch.zeros(3, device=here), torch.ones(3, device=here)
+            lwsam_perturb_([w], [g], torch.ones(1, dtype=torch.float64, device=there))
+    assert copies.waits == [("cpu", True), ("cuda", False)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_scores_may_be_on_another_device(here, there):
+    given = torch.tensor([0.25, 0.75], dtype=torch.float64, device=there)
+    found = []
+    for scores in (given.to(here), given, given.tolist(), given.pin_memory() if there == "cpu" else given):
+        params, grads = problem(torch.float32, here, [3000, 17])
+        lwsam_perturb_(params, grads, scores)
+        if isinstance(scores, torch.Tensor) and scores.is_pinned():
+            scores.fill_(math.nan)
+        found.append(params)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+
+
 def test_no_tensors_and_only_empty_tensors(device):
     restore_([], lwsam_perturb_([], []))
     empty = [torch.empty(0, device=device)]
@@ -533,7 +571,7 @@ def test_a_compiled_step_gives_the_same_bits(device_type):
 
 
 def test_fake_tensors_on_a_cuda_device_need_no_gpu():
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         params = [torch.empty(5, 3, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         grads = [torch.empty_like(w) for w in params]
         scores = personalization_scores(params, grads)
