@@ -39,10 +39,7 @@ class MatchedLists {
     for (size_t t = 0; t < tensors; ++t) {
       dtypes.push_back(dtype_of(first[t], op, roles[0].name, t));
       const Kind kind(first[t]);
-      if (first[t].is_cpu() != on_cpu || kind.device_index != first[0].get_device_index()) {
-        fail(op, ": tensor ", t, " of ", roles[0].name, " is ", describe(first[t]), ", the call runs on ",
-             on_cpu ? "cpu" : "cuda", "; all tensors of one call must be on one device");
-      }
+      check_device(op, roles[0].name, first, t, on_cpu);
       for (size_t r = 1; r < roles.size(); ++r) {
         const Tensor& x = roles[r].tensors[t];
         if (Kind(x) != kind) {

@@ -72,6 +72,17 @@ inline DType dtype_of(const Tensor& t, const char* op, const char* role, size_t 
   }
 }
 
+// Fails unless tensor t of a list is on the device of the first one, and that where the call runs: a kernel would touch
+// memory that is not its own.
+inline void check_device(const char* op, const char* role, const std::vector<Tensor>& tensors, size_t t, bool on_cpu) {
+  const Tensor& x = tensors[t];
+  const bool runs_here = x.is_cpu() == on_cpu;
+  if (runs_here && x.get_device_index() == tensors[0].get_device_index()) return;
+  fail(op, ": tensor ", t, " of ", role, " is ", describe(x), ", ",
+       t > 0 ? "tensor 0 is " + describe(tensors[0]) : std::string("the call runs on ") + (on_cpu ? "cpu" : "cuda"),
+       "; all tensors of one call must be on one device");
+}
+
 template <typename Array>
 inline bool equal(const Array& a, const Array& b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());

@@ -8,7 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["FLOATS", "accumulate_type", "check_lists", "check_memory", "describe", "one_of", "without_gradients"]
+__all__ = [
+    "FLOATS",
+    "accumulate_type",
+    "check_device",
+    "check_lists",
+    "check_memory",
+    "describe",
+    "one_of",
+    "without_gradients",
+]
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -39,6 +48,15 @@ def one_of(name: str, value: str, accepted: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is not known; accepted: {', '.join(map(repr, accepted))}")
 
 
+def check_device(name: str, tensors: Sequence[Tensor], t: int) -> None:
+    """Raise an error unless tensor ``t`` is on the device of the first one."""
+    if tensors[t].device != tensors[0].device:
+        raise ValueError(
+            f"tensor {t} of {name} is {describe(tensors[t])}, tensor 0 is {describe(tensors[0])}; "
+            "all tensors of one call must be on one device"
+        )
+
+
 def check_lists(**lists: Sequence[Tensor]) -> None:
     """Raise an error that names list and tensor, unless tensor t has one shape, type and device in all lists."""
     (first_name, first), *others = lists.items()
@@ -53,11 +71,7 @@ def check_lists(**lists: Sequence[Tensor]) -> None:
                 f"tensor {t} of {first_name} is {describe(reference)}; "
                 "float32, float64, float16 and bfloat16 are accepted"
             )
-        if reference.device != first[0].device:
-            raise ValueError(
-                f"tensor {t} of {first_name} is {describe(reference)}, tensor 0 is {describe(first[0])}; "
-                "all tensors of one call must be on one device"
-            )
+        check_device(first_name, first, t)
         for name, tensors in others:
             x = tensors[t]
             if not isinstance(x, Tensor):

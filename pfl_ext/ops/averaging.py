@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ._arguments import FLOATS, accumulate_type, describe, one_of, without_gradients
+from ._arguments import FLOATS, accumulate_type, check_device, describe, one_of, without_gradients
 from ._declare import declare
 
 __all__ = ["StreamingAverage", "all_finite", "server_update", "weighted_average"]
@@ -47,6 +47,7 @@ def _check(out: Sequence[Tensor], server: Sequence[Tensor], clients: Sequence[Te
     for t, reference in enumerate(out):
         if reference.dtype not in FLOATS:
             raise ValueError(f"tensor {t} is {describe(reference)}; floating types are accepted")
+        check_device("the model", out, t)
         others = [clients[c * len(out) + t] for c in range(count)] + ([server[t]] if server else [])
         for x in others:
             if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
@@ -157,6 +158,7 @@ def _accumulate_check(sums: list[Tensor], client: list[Tensor], weight: float) -
         raise ValueError(f"{len(client)} client tensors for {len(sums)} sums")
     for t, (total, x) in enumerate(zip(sums, client, strict=True)):
         expected = (x.shape, accumulate_type(x.dtype), x.device)
+        check_device("sums", sums, t)
         if x.dtype not in FLOATS or (total.shape, total.dtype, total.device) != expected or not total.is_contiguous():
             raise ValueError(f"sum {t} is {describe(total)}, the client's tensor is {describe(x)}")
 
@@ -174,13 +176,22 @@ _accumulate = declare(
 )
 
 
+def _nonfinite_check(tensors: list[Tensor]) -> None:
+    for t, x in enumerate(tensors):
+        if x.dtype not in FLOATS:
+            raise ValueError(f"tensor {t} is {describe(x)}; float32, float64, float16 and bfloat16 are accepted")
+        check_device("the list", tensors, t)
+
+
 def _nonfinite_reference(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         raise ValueError("no tensors given")
+    _nonfinite_check(tensors)
     return torch.stack([~torch.isfinite(x).all() for x in tensors])
 
 
 def _nonfinite_fake(tensors: list[Tensor]) -> Tensor:
+    _nonfinite_check(tensors)
     return tensors[0].new_empty((len(tensors),), dtype=torch.bool)
 
 
@@ -316,6 +327,13 @@ def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
                 raise ValueError(
                     f"tensor {first.name(t)} of {what} is {describe(x)}, of client 0 {describe(reference)}"
                 ) from None
+    floating = [t for t, x in enumerate(first.tensors) if x.is_floating_point()]
+    for t in floating:
+        if first.tensors[t].device != first.tensors[floating[0]].device:
+            raise ValueError(
+                f"tensor {first.name(t)} is {describe(first.tensors[t])}, tensor {first.name(floating[0])} is "
+                f"{describe(first.tensors[floating[0]])}; all tensors of a model must be on one device"
+            ) from None
 
 
 def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize: bool) -> tuple[list[_Model], Tensor]:
@@ -473,7 +491,11 @@ def _combine(
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no number of these tensors is infinity or NaN: one pass, and nothing allocated in their size."""
     floating = [x for x in tensors if x.is_floating_point()]
-    return not floating or not bool(_nonfinite(floating).any())
+    try:
+        return not floating or not bool(_nonfinite(floating).any())
+    except RuntimeError:
+        _nonfinite_check(floating)
+        raise
 
 
 def weighted_average(
@@ -621,8 +643,8 @@ class StreamingAverage:
             try:
                 _accumulate([self._sums[t] for t in floating], values, weight)
             except (RuntimeError, ValueError):
-                if self._first is not None:
-                    _explain([self._first, model], [])
+                begun, self._first = self._first, first  # none again if this was the first client
+                _explain([begun or model, model], [])
                 raise
             for t in self._integral:
                 self._sums[t] += weight * tensors[t].double()

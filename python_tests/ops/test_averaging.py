@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pfl_ext import _native
 from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_average
@@ -636,6 +637,39 @@ def test_streaming_refuses_what_does_not_fit_and_stays_as_it_was(device):
         streaming.result()
 
 
+SEVERAL_DEVICES = {
+    "weighted_average": lambda x, y: weighted_average([[x, y], [x, y]]),
+    "server_update": lambda x, y: server_update([x, y], [[x, y]]),
+    "streaming": lambda x, y: StreamingAverage().add([x, y]),
+    "all_finite": all_finite,
+}
+MESSAGE = r"tensor 1 .*is float32 \[3\] on {}, tensor 0 is float32 \[3\] on {}; all tensors of .* must be on one device"
+
+
+@pytest.mark.parametrize("call", SEVERAL_DEVICES)
+def test_a_model_on_several_devices_is_refused(call):
+    with pytest.raises(ValueError, match=MESSAGE.format("meta", "cpu")):
+        SEVERAL_DEVICES[call](torch.ones(3), torch.ones(3, device="meta"))
+    with FakeTensorMode(), pytest.raises(ValueError, match=MESSAGE.format("cuda:1", "cuda:0")):
+        SEVERAL_DEVICES[call](torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("call", SEVERAL_DEVICES)
+@pytest.mark.parametrize(("here", "there"), list(itertools.permutations(["cpu", "cuda:0", "cuda:1"], 2)))
+def test_a_model_on_several_gpus_is_refused(call, here, there):
+    with pytest.raises(ValueError, match=MESSAGE.format(there, here)):
+        SEVERAL_DEVICES[call](torch.ones(3, device=here), torch.ones(3, device=there))
+
+
+def test_a_first_client_that_is_refused_leaves_a_streaming_average_empty():
+    average = StreamingAverage()
+    with pytest.raises(ValueError, match="must be on one device"):
+        average.add([torch.ones(3), torch.ones(3, device="meta")])
+    average.add([torch.ones(2)])
+    assert average.result()[0].tolist() == [1.0, 1.0]
+
+
 def test_streaming_without_normalization_is_the_weighted_sum(device):
     average = StreamingAverage(normalize=False)
     average.add([torch.tensor([1.0], device=device)], 2)
@@ -701,7 +735,7 @@ def test_the_public_functions_compile_without_a_graph_break(device_type):
 
 
 def test_fake_tensors_on_a_cuda_device_need_no_gpu():
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         clients = [[torch.empty(5, 3, device="cuda", dtype=torch.bfloat16)] for _ in range(3)]
         flat = [x for c in clients for x in c]
         (result,) = torch.ops.pfl_ext.weighted_average(flat, torch.ones(3, dtype=torch.float64))
