@@ -88,7 +88,8 @@ def _backward_reference(
 def _backward_fake(
     grad: Tensor, which: Tensor, x: Tensor, weight: Tensor, for_x: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x) if for_x else x.new_empty(0), torch.empty_like(weight), weight.new_empty(len(weight))
+    to_x = x.new_empty(x.shape if for_x else (0,))
+    return to_x, weight.new_empty(weight.shape), weight.new_empty(len(weight))
 
 
 _backward = declare(

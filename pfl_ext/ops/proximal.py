@@ -125,6 +125,12 @@ def _distance_fake(a: list[Tensor], b: list[Tensor]) -> Tensor:
     return a[0].new_empty((), dtype=_sum_type(a))
 
 
+def _gradient_like(x: Tensor) -> Tensor:
+    """In the layout of ``x``, contiguous where ``x`` has gaps: empty_like keeps the order of dimensions then."""
+    gradient = torch.empty_like(x)
+    return gradient if gradient.stride() == x.stride() else gradient.new_empty(x.shape)
+
+
 def _distance_backward_reference(
     grad: Tensor, a: list[Tensor], b: list[Tensor], for_a: bool, for_b: bool
 ) -> list[Tensor]:
@@ -133,14 +139,14 @@ def _distance_backward_reference(
         for x, y in zip(a, b, strict=True):
             accumulate = accumulate_type(x.dtype)
             scale = (2.0 * sign * grad.double()).to(accumulate)
-            result.append(torch.empty_like(x).copy_(scale * (x.to(accumulate) - y.to(accumulate))))
+            result.append(_gradient_like(x).copy_(scale * (x.to(accumulate) - y.to(accumulate))))
         return result
 
     return (half(1.0) if for_a else []) + (half(-1.0) if for_b else [])
 
 
 def _distance_backward_fake(grad: Tensor, a: list[Tensor], b: list[Tensor], for_a: bool, for_b: bool) -> list[Tensor]:
-    return [torch.empty_like(x) for _ in range(for_a + for_b) for x in a]
+    return [_gradient_like(x) for _ in range(for_a + for_b) for x in a]
 
 
 def _no_second_gradient(ctx: Any, grads: list[Tensor]) -> None:

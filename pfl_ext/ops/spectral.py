@@ -317,7 +317,7 @@ class _Divergence(torch.autograd.Function):
 
 
 def _scale_gradient_reference(grad: Tensor, scale: Tensor) -> Tensor:
-    return (grad * scale[:, None]).to(grad.dtype)
+    return (grad * scale[:, None]).to(grad.dtype).contiguous()
 
 
 def _scale_gradient_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -331,7 +331,7 @@ def _scale_gradient_backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
 _scale_gradient = declare(
     "spectral_scale_gradient(Tensor grad, Tensor scale) -> Tensor",
     reference=_scale_gradient_reference,
-    fake=lambda grad, scale: torch.empty_like(grad),
+    fake=lambda grad, scale: grad.new_empty(grad.shape),
     setup_context=_scale_gradient_setup,
     backward=_scale_gradient_backward,
     plain_on={"cuda": "one product, which torch has"},

@@ -401,6 +401,27 @@ def test_opcheck(device_type):
     )
 
 
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "gaps": lambda x: x[:, :, ::2],
+    "permuted with gaps": lambda x: x[:, :, ::2].permute(2, 0, 1),
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_have_the_layout_that_torch_compile_was_told(device_type, layout):
+    a, b = (LAYOUTS[layout](x) for x in random_tensors([(6, 4, 8), (6, 4, 8)], torch.float32, device_type))
+    given = (torch.tensor(1.5, device=device_type), [a], [b], True, True)
+    torch.library.opcheck(torch.ops.pfl_ext.squared_distance_backward, given)
+    op = OPS["squared_distance_backward"]
+    found, reference = op(*given), op.reference(*given)
+    for x, y in zip(found, reference, strict=True):
+        assert x.stride() == y.stride()
+    assert_same_bits(found, reference)
+
+
 def test_a_compiled_step_gives_the_same_bits(device_type):
     def step(params, grads, anchors):
         proximal_sgd_step_(params, grads, anchors, lr=0.1, lam=0.5)

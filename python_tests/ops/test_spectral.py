@@ -614,6 +614,17 @@ def test_every_op_of_the_family_is_checked():
     }
 
 
+@pytest.mark.parametrize("clients", [1, 3])
+def test_opcheck_of_views(device_type, clients):
+    gaps = weights(8, 2 * clients, device=device_type)[:, ::2].T
+    for x in (gaps, gaps.T.contiguous().T, gaps[:, :5]):
+        torch.library.opcheck(OPS["spectral_scale_gradient"].overload, (x, x[:, 0]))
+        assert OPS["spectral_scale_gradient"].reference(x, x[:, 0]).is_contiguous()
+        half = torch.fft.rfft(x, n=16).T.contiguous().T
+        torch.library.opcheck(OPS["real_dft"].overload, (x, 16))
+        torch.library.opcheck(OPS["real_idft"].overload, (half, 16, 5))
+
+
 def test_the_public_functions_compile_without_a_graph_break(device):
     student = [x.detach().clone().requires_grad_() for x in small_net().to(device).parameters()]
     teacher = SpectralTeacher([x.detach() for x in small_net(1).to(device).parameters()], tau=0.4)
