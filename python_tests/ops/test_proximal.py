@@ -352,9 +352,12 @@ BAD_CALLS = {
     "momentum": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum=-0.9), "momentum is -0.9"),
     "nesterov": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, nesterov=True), "nesterov needs momentum"),
     "no buffers": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum=0.9), "0 momentum buffers"),
-    "buffers": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum_buffers=[x3()]), "1 momentum buffers"),
+    "buffers": (
+        lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum_buffers=[v.clone()]),
+        "1 momentum buffers",
+    ),
     "shape": (
-        lambda v, g: proximal_sgd_step_([v, x3()], [g, g], [g, g[:2]], 1, 0.1),
+        lambda v, g: proximal_sgd_step_([v, v.clone()], [g, g], [g, g[:2]], 1, 0.1),
         r"tensor 1 of anchors is float32 \[2\]",
     ),
     "dtype": (lambda v, g: proximal_sgd_step_([v], [g.double()], [g], 1, 0.1), "of grads is float64"),
