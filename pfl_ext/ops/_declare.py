@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPS", "Op", "declare"]
+__all__ = ["OPS", "Op", "declare", "raise_out_of_memory"]
 
 _library = torch.library.Library("pfl_ext", "DEF")
 
@@ -30,11 +30,22 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Run the kernel that the dispatcher chooses."""
-        return self.overload(*args)
+        try:
+            return self.overload(*args)
+        except RuntimeError as error:
+            raise_out_of_memory(error)
+            raise
 
     def has_kernel(self, key: str) -> bool:
         """Whether a native kernel serves this dispatch key (``"CPU"`` or ``"CUDA"``)."""
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"pfl_ext::{self.name}", key)
+
+
+def raise_out_of_memory(error: RuntimeError) -> None:
+    """Raise torch's own error if ``error`` is that: the stable ABI hands on an exception's words, not its class."""
+    words, _, _ = str(error).partition(" (originally from torch_call_dispatcher")
+    if words.startswith("CUDA out of memory") and not isinstance(error, torch.OutOfMemoryError):
+        raise torch.OutOfMemoryError(words) from None
 
 
 OPS: dict[str, Op] = {}

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import FLOATS, accumulate_type, describe, one_of
-from ._declare import declare
+from ._declare import declare, raise_out_of_memory
 from .averaging import _weigh, _weighted_average
 
 __all__ = ["distillation_loss", "ensemble_distillation_loss", "ensemble_logits"]
@@ -385,7 +385,8 @@ def _loss(student: Tensor, *arguments: Any) -> Tensor:
             return _Loss.apply(student, arguments)
         loss = _distillation(student, *arguments, False)[0]
         return loss
-    except RuntimeError:
+    except RuntimeError as error:
+        raise_out_of_memory(error)
         _check(*(student, *arguments, True))  # says the same as the native kernel, as a ValueError
         raise
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ._arguments import accumulate_type, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
 
-__all__ = ["layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
+__all__ = ["backup_bytes", "layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
 
 Norm: TypeAlias = Literal["global", "layer"]
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
@@ -35,7 +35,8 @@ _BACKUP_ALIGNMENT = 64
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
 
-def _backup_bytes(params: Sequence[Tensor]) -> int:
+def backup_bytes(params: Sequence[Tensor]) -> int:
+    """The size of their backup."""
     return sum(-(-x.numel() * x.element_size() // _BACKUP_ALIGNMENT) * _BACKUP_ALIGNMENT for x in params)
 
 
@@ -65,7 +66,7 @@ def _check_numbers(rho: float, p: float, literal: bool) -> None:
 
 
 def _check_backup(backup: Tensor, params: Sequence[Tensor]) -> None:
-    needed = _backup_bytes(params)
+    needed = backup_bytes(params)
     elsewhere = bool(params) and backup.device != params[0].device
     if backup.dtype != torch.uint8 or backup.dim() != 1 or backup.numel() < needed or elsewhere:
         raise ValueError(
@@ -411,7 +412,7 @@ def lwsam_perturb_(
             vector = _as_scores(scores, params[0].device)
             layers = vector.numel()
         if backup is None:
-            backup = torch.empty(_backup_bytes(params), dtype=torch.uint8, device=params[0].device)
+            backup = torch.empty(backup_bytes(params), dtype=torch.uint8, device=params[0].device)
         with without_gradients():
             _perturb(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
     except (RuntimeError, TypeError, AttributeError):
