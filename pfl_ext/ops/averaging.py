@@ -294,6 +294,10 @@ def _check_weight(client: int, weight: float, normalize: bool) -> None:
         raise ValueError(f"the weight of client {client} is {weight}; it must be {kind}")
 
 
+_TINY = 2.0**-64
+"""Brings the sum of any weights of any number of clients below infinity."""
+
+
 def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool) -> Tensor:
     """The weights as the ops take them: float64 on the CPU."""
     if weights is None:
@@ -309,6 +313,10 @@ def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool
     for c, value in enumerate(values):
         _check_weight(c, value, normalize)
     total = sum(values)
+    if normalize and math.isinf(total):  # of finite weights: only what they are to each other counts
+        values = [v * _TINY for v in values]
+        weights = weights * _TINY if isinstance(weights, Tensor) else weights
+        total = sum(values)
     if normalize and total <= 0:
         raise ValueError(f"the weights of all {count} clients add up to {total}; a positive sum is needed")
     if isinstance(weights, Tensor) and weights.requires_grad:
@@ -399,7 +407,9 @@ def _round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bool:
         return rounded > 0
     limits = torch.iinfo(dtype)
-    return rounded.clamp(limits.min, limits.max).to(dtype)
+    # As a float64 the largest int64 is one more than itself, which no int64 can hold.
+    inside = rounded.clamp(limits.min, math.nextafter(float(limits.max), 0.0)).to(dtype)
+    return torch.where(rounded >= limits.max, torch.full_like(inside, limits.max), inside)
 
 
 def _integer_average(
@@ -563,11 +573,16 @@ def server_update(
     return _combine(clients, weights, server, lr, normalize, out, integers, nonfinite)
 
 
+_MOST_UNITS = 1024.0
+"""What the weights of a :class:`StreamingAverage` add up to at most, in its units: room for large values."""
+
+
 class StreamingAverage:
     r"""The weighted average of clients that arrive one by one, in the memory of one model.
 
     Keeps :math:`\sum_c w_c x_c` in the accumulate type (float32, or float64 for float64 and integers) and divides by
-    :math:`W = \sum_c w_c` at the end. It differs from :func:`weighted_average` of the same C clients by at most
+    :math:`W = \sum_c w_c` at the end, both in units of a power of two near the first weight: only what the weights are
+    to each other counts. It differs from :func:`weighted_average` of the same C clients by at most
 
     .. math:: 2 (C + 4)\, u \sum_c |w_c x_c| / W
 
@@ -594,6 +609,9 @@ class StreamingAverage:
         """Clients added so far, without those skipped."""
         self.skipped = 0
         """Clients left out because of infinity or NaN."""
+        # Weights are kept times this scale, a power of two, and add up to this many at most before it is changed.
+        self._scale = 1.0
+        self._most = -1.0 if normalize else math.inf
         self._weight = 0.0
         self._skipped_weight = 0.0
         self._first: _Model | None = None
@@ -635,22 +653,44 @@ class StreamingAverage:
                 )
             if bad:
                 self.skipped += 1
-                self._skipped_weight += weight
+                self._skipped_weight += 0.0 if self.normalize else weight
                 return False
         with without_gradients():
             if first is None:
                 self._begin(client, model, floating)
             try:
-                _accumulate([self._sums[t] for t in floating], values, weight)
+                scaled = weight * self._scale
+                if scaled + self._weight > self._most:
+                    scaled = self._in_other_units(weight, values)
+                _accumulate([self._sums[t] for t in floating], values, scaled)
             except (RuntimeError, ValueError):
                 begun, self._first = self._first, first  # none again if this was the first client
+                if self.normalize and self._weight == 0:
+                    self._most = -1.0
                 _explain([begun or model, model], [])
                 raise
             for t in self._integral:
-                self._sums[t] += weight * tensors[t].double()
+                self._sums[t] += scaled * tensors[t].double()
         self.clients += 1
-        self._weight += weight
+        self._weight += scaled
         return True
+
+    def _in_other_units(self, weight: float, values: list[Tensor]) -> float:
+        """The weight in units in which the weights have room again; the sums are brought to them."""
+        if weight == 0:
+            return 0.0
+        # Not below -1000, so that the scale is finite for the smallest weights too.
+        scale = 2.0 ** -max(math.frexp(weight)[1], -1000)
+        if self._weight > 0:
+            # First: what is refused must not cost the sums their last bits.
+            _accumulate_check([self._sums[t] for t in self._floating], values, weight)
+            scale = min(scale, self._scale * 2.0 ** -math.frexp(self._weight)[1])
+            shift = scale / self._scale
+            for total in self._sums:
+                total *= shift
+            self._weight *= shift
+        self._scale, self._most = scale, _MOST_UNITS
+        return weight * scale
 
     def _begin(self, client: Any, model: _Model, floating: list[int]) -> None:
         """Sums like the first client, and what the others are compared with."""

@@ -585,6 +585,60 @@ def test_streaming_takes_modules_and_writes_into_a_module(device):
     assert list(average.result()) == list(expected)
 
 
+@pytest.mark.parametrize("weights", [[1e308, 1e308], [1e308, 5e307, 0.0], [5e-324, 1e-323], [1e-300, 1e300]])
+def test_weights_of_any_size_count_by_what_they_are_to_each_other(device, weights):
+    clients = [[torch.tensor([1.0 + c, -4.0 * c], device=device)] for c in range(len(weights))]
+    largest = max(weights)
+    shares = [w / largest for w in weights]
+    expected = exact(clients, shares)[0]
+    for some in (weights, torch.tensor(weights, dtype=torch.float64, requires_grad=True)):
+        torch.testing.assert_close(weighted_average(clients, some)[0].double(), expected)
+    torch.testing.assert_close(server_update(clients[0], clients, weights)[0].double(), expected)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        *([1e-46, 3e-46], [1e37, 3e37], [1e308, 1e308], [5e-324, 1e-323], [1e-46, 1e37, 1.0], [1e37, 1e-46]),
+        *([0.0, 1e-46, 1e-46], [1.0] * 40, [2.0**k for k in range(60)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_streaming_average_takes_weights_of_any_size(device, dtype, weights):
+    clients = [
+        [torch.tensor([1.0 + c % 7, -300.0 * c], dtype=dtype, device=device), torch.tensor([4 * c], device=device)]
+        for c in range(len(weights))
+    ]
+    average = StreamingAverage()
+    for client, weight in zip(clients, weights, strict=True):
+        average.add(client, weight)
+    for a, b in zip(average.result(), weighted_average(clients, weights), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_large_weight_that_is_refused_costs_a_streaming_average_nothing(device):
+    average = StreamingAverage()
+    with pytest.raises(ValueError, match="on one device"):
+        average.add([torch.ones(1, device=device), torch.ones(1, device="meta")], 1e300)
+    average.add([torch.tensor([0.1], device=device)], 1.0)
+    with pytest.raises(ValueError, match="client 1"):
+        average.add([torch.ones(2, device=device)], 1e300)
+    average.add([torch.tensor([0.2], device=device)], 2.0)
+    torch.testing.assert_close(average.result()[0], torch.tensor([0.5 / 3], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+def test_the_largest_and_smallest_integers_average_to_themselves(device, dtype):
+    limits = [False, True] if dtype == torch.bool else [torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    client = [torch.tensor(limits, dtype=dtype, device=device)]
+    average = StreamingAverage()
+    average.add(client)
+    average.add(client)
+    for result in (weighted_average([client, client]), server_update(client, [client]), average.result()):
+        assert result[0].tolist() == limits
+
+
 def test_streaming_rows_and_more_clients_after_a_result(device):
     average = StreamingAverage()
     average.add(torch.tensor([1.0, 2.0], device=device))
