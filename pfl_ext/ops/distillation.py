@@ -84,8 +84,12 @@ def _check(
         )
     if not teachers:
         raise ValueError("no teachers given; at least one is needed")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature is {temperature}; a positive finite number is accepted")
+    # Logits are divided by it and losses multiplied by its square, in the accumulate type.
+    largest = 2.0 ** (511 if student.dtype == torch.float64 else 63)
+    if not 1 / largest <= temperature <= largest:
+        raise ValueError(
+            f"temperature is {temperature}; a positive number from {1 / largest:.3g} to {largest:.3g} is accepted"
+        )
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; 0 to 1 is accepted")
     if not (math.isfinite(soft_scale) and math.isfinite(hard_scale)):
@@ -482,7 +486,7 @@ def ensemble_distillation_loss(
         teachers: logits of M teachers, stacked as [M, B, C] or a list of [B, C], of the student's type and device.
         weights: one number a teacher, not negative, divided by their sum; equal by default. A teacher of weight 0 is
             not read.
-        temperature: T > 0.
+        temperature: T > 0, in float32 from 2**-63 to 2**63 (and its square is in range).
         average: what is averaged over the teachers: ``"logits"``, ``"probs"`` or ``"losses"`` (see the module).
         reduction: ``"mean"`` divides the sum by the weight of all samples that count (of all labels, in the multi-label
             form), ``"batchmean"`` by B whatever was left out, ``"sum"`` by nothing; ``"none"`` gives the loss of every
@@ -542,7 +546,7 @@ def distillation_loss(
         teacher: logits [B, C] of the teacher O, of the same type and device.
         target: classes [B], any integer type; in the multi-label form probabilities [B, C], 0 to 1.
         lam: the imitation parameter, 0 to 1.
-        temperature: T > 0, of the soft term.
+        temperature: T > 0, of the soft term; its range is as in :func:`ensemble_distillation_loss`.
         soft: ``"kl"`` (PersFL) or ``"ce"`` (PersFL-GD). They differ by the teacher's entropy: the gradients are equal.
         reduction: as in :func:`ensemble_distillation_loss`.
         label_smoothing: of the hard term, as in :func:`torch.nn.functional.cross_entropy`; in the multi-label form a
