@@ -40,7 +40,7 @@ struct AverageProblem {
       }
     }
     // Only now: the copies made for odd layouts must not happen for a call that is refused.
-    Overlaps overlaps(out);
+    Overlaps overlaps(op, out);
     for (size_t t = 0; t < server.size(); ++t) overlaps.add_input(server[t], t);
     for (size_t i = 0; i < client_tensors.size(); ++i) overlaps.add_input(client_tensors[i], i % tensors);
     rows.reserve(tensors);

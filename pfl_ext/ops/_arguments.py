@@ -14,6 +14,7 @@ __all__ = [
     "check_device",
     "check_lists",
     "check_memory",
+    "check_places",
     "describe",
     "one_of",
     "without_gradients",
@@ -80,6 +81,15 @@ def check_lists(**lists: Sequence[Tensor]) -> None:
                 raise ValueError(f"tensor {t} of {name} is {describe(x)}, of {first_name} {describe(reference)}")
 
 
+def check_places(name: str, t: int | str, x: Tensor) -> None:
+    """Raise an error if elements of a tensor to be written share one place in memory: expanded, or strided over it."""
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < extent:
+            raise ValueError(f"tensor {t} of {name} is expanded or overlaps itself: elements share one place in memory")
+        extent += stride * (size - 1)
+
+
 def check_memory(written: Mapping[str, Sequence[Tensor]], read: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise an error where written tensors overlap each other, or a read one in another way than being the same one."""
     spans: list[tuple[int, int, int, str, Tensor]] = []
@@ -87,8 +97,8 @@ def check_memory(written: Mapping[str, Sequence[Tensor]], read: Mapping[str, Seq
         for t, x in enumerate(tensors):
             if x.numel() == 0:
                 continue
-            if name in written and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
-                raise ValueError(f"tensor {t} of {name} is expanded: its elements share one place in memory")
+            if name in written:
+                check_places(name, t, x)
             extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
             spans.append((x.data_ptr(), x.data_ptr() + extent * x.element_size(), t, name, x))
     spans.sort(key=lambda span: span[0])
@@ -99,5 +109,6 @@ def check_memory(written: Mapping[str, Sequence[Tensor]], read: Mapping[str, Seq
             if name in read and other_name in read:
                 continue
             one_written = (name in written) != (other_name in written)
-            if not (one_written and t == other_t and x.data_ptr() == begin and x.stride() == other.stride()):
+            same = (x.data_ptr(), x.dtype, x.shape, x.stride()) == (begin, other.dtype, other.shape, other.stride())
+            if not (one_written and t == other_t and same):
                 raise ValueError(f"tensor {t} of {name} and tensor {other_t} of {other_name} overlap in memory")

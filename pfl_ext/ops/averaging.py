@@ -22,7 +22,16 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ._arguments import FLOATS, accumulate_type, check_device, describe, one_of, without_gradients
+from ._arguments import (
+    FLOATS,
+    accumulate_type,
+    check_device,
+    check_memory,
+    check_places,
+    describe,
+    one_of,
+    without_gradients,
+)
 from ._declare import declare
 
 __all__ = ["StreamingAverage", "all_finite", "server_update", "weighted_average"]
@@ -113,6 +122,7 @@ _weighted_average = declare(
 
 def _weighted_average_out_reference(out: list[Tensor], clients: list[Tensor], weights: Tensor) -> None:
     _check(out, [], clients, weights)
+    check_memory({"out": out}, {})
     for old, new in zip(out, _weighted_average_reference(clients, weights), strict=True):
         old.copy_(new)
 
@@ -132,6 +142,7 @@ def _server_update_reference(
     out: list[Tensor], server: list[Tensor], clients: list[Tensor], weights: Tensor, lr: float
 ) -> None:
     _server_update_fake(out, server, clients, weights, lr)
+    check_memory({"out": out}, {})
     scale = weights.tolist()
     updated = [_average_reference(clients[t :: len(out)], scale, s, lr) for t, s in enumerate(server)]
     for old, new in zip(out, updated, strict=True):
@@ -381,10 +392,7 @@ def _check_target(target: _Model, what: str) -> list[int]:
     for t, x in enumerate(tensors):
         extent = x.numel()
         if not x.is_contiguous():
-            if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-                raise ValueError(
-                    f"tensor {target.name(t)} of {what} is expanded: its elements share one place in memory"
-                )
+            check_places(what, target.name(t), x)
             extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         if extent:
             begin = x.data_ptr()

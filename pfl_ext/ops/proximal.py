@@ -62,6 +62,13 @@ def _step_check(
     check_lists(**lists)
 
 
+def _step_memory(
+    params: list[Tensor], momentum_buffers: list[Tensor], grads: list[Tensor], anchors: list[Tensor], lam: float
+) -> None:
+    read = {"grads": grads, "anchors": anchors if lam != 0 else []}
+    check_memory({"params": params, "momentum_buffers": momentum_buffers}, read)
+
+
 def _step_reference(
     params: list[Tensor],
     momentum_buffers: list[Tensor],
@@ -78,8 +85,7 @@ def _step_reference(
 ) -> None:
     numbers = (lr, lam, momentum, dampening, weight_decay, nesterov, maximize, first)
     _step_check(params, momentum_buffers, grads, anchors, *numbers)
-    read = {"grads": grads, "anchors": anchors if lam != 0 else []}
-    check_memory({"params": params, "momentum_buffers": momentum_buffers}, read)
+    _step_memory(params, momentum_buffers, grads, anchors, lam)
     for t, (v, g) in enumerate(zip(params, grads, strict=True)):
         accumulate = accumulate_type(v.dtype)
         weight = v.to(accumulate)
@@ -250,6 +256,7 @@ def proximal_sgd_step_(
             _step(params, buffers, grads, anchors, *numbers)
     except (RuntimeError, TypeError):
         _step_check(params, buffers, grads, anchors, *numbers)
+        _step_memory(params, buffers, grads, anchors, lam)
         raise
     torch.autograd.graph.increment_version(params)
     if buffers:

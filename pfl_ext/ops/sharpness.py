@@ -94,6 +94,11 @@ def _perturb_check(
     _check_backup(backup, params)
 
 
+def _perturb_memory(params: list[Tensor], backup: Tensor, grads: list[Tensor], scores: Tensor | None) -> None:
+    read = {"grads": grads, "scores": [] if scores is None else [scores]}
+    check_memory({"params": params, "backup": [backup]}, read)
+
+
 def _memory_order(x: Tensor) -> Tensor | None:
     """The elements as one vector over the same memory; None where they do not fill it without gaps."""
     if x.is_contiguous():
@@ -158,7 +163,7 @@ def _perturb_reference(
     per_layer: bool,
 ) -> None:
     _perturb_check(params, backup, grads, scores, groups, layers, rho, p, literal, per_layer)
-    check_memory({"params": params, "backup": [backup]}, {"grads": grads})
+    _perturb_memory(params, backup, grads, scores)
     if not params:
         return
     norm_of = groups if per_layer else [0] * len(params)
@@ -419,6 +424,7 @@ def lwsam_perturb_(
         check_lists(params=params, grads=grads)
         if backup is not None:
             _perturb_check(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
+            _perturb_memory(params, backup, grads, vector)
         raise
     torch.autograd.graph.increment_version(params)
     return backup
@@ -439,5 +445,6 @@ def restore_(params: Iterable[Tensor], backup: Tensor) -> None:
         if not isinstance(backup, Tensor):
             raise TypeError(f"the backup is {describe(backup)}; what lwsam_perturb_ returned is accepted") from None
         _restore_check(params, backup)
+        check_memory({"params": params}, {"backup": [backup]})
         raise
     torch.autograd.graph.increment_version(params)

@@ -305,6 +305,41 @@ def test_out_that_is_another_tensor_of_a_client_is_computed_as_if_all_were_read_
     assert a.tolist() == [8.0] * 4
 
 
+def test_out_that_overlaps_itself_is_refused(device):
+    memory = torch.zeros(5, device=device)
+    out, client = [memory.as_strided((3, 3), (1, 1))], [torch.arange(9.0, device=device).view(3, 3)]
+    average = StreamingAverage()
+    average.add(client)
+    for call in (
+        lambda: weighted_average([client], out=out),
+        lambda: server_update(client, [client], out=out),
+        lambda: average.result(out=out),
+    ):
+        with pytest.raises(ValueError, match="tensor 0 of out is expanded or overlaps itself"):
+            call()
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("run", ["native", "reference"])
+def test_the_ops_refuse_outputs_that_overlap(device, run):
+    memory = torch.zeros(5, device=device)
+    clients, weights = [torch.ones(3, device=device) for _ in range(2)], torch.ones(1, dtype=torch.float64)
+    one = memory.as_strided((3, 3), (1, 1))
+    for name in ("weighted_average_", "server_update_"):
+        op = OPS[name] if run == "native" else OPS[name].reference
+        more = ([[c + 0 for c in clients]], [0.5]) if name == "server_update_" else ([], [])
+        with pytest.raises((ValueError, RuntimeError), match=r"tensors? 0 .*of out.* overlap in memory"):
+            op([memory[:3], memory[1:4]], *more[0], clients, weights, *more[1])
+        more = ([[one + 0]], [0.5]) if name == "server_update_" else ([], [])
+        with pytest.raises((ValueError, RuntimeError), match="tensor 0 of out is expanded or overlaps itself"):
+            op([one], *more[0], [one + 1], weights, *more[1])
+    assert not memory.any()
+    # An empty one overlaps nothing, wherever it is.
+    op = OPS["weighted_average_"] if run == "native" else OPS["weighted_average_"].reference
+    op([memory, memory[2:2]], [torch.ones(5, device=device), torch.ones(0, device=device)], weights)
+    assert memory.tolist() == [1.0] * 5
+
+
 def test_tied_weights_are_updated_once(device):
     net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).to(device)
     net[1].weight = net[0].weight

@@ -373,6 +373,10 @@ BAD_CALLS = {
         "overlap in memory",
     ),
     "expanded": (lambda v, g: proximal_sgd_step_([v[:1].expand(3)], [g], [g], 1, 0.1), "is expanded"),
+    "over itself": (
+        lambda v, g: proximal_sgd_step_([v.as_strided((2, 2), (1, 1))], *[[g.new_ones(2, 2)]] * 2, 1, 0.1),
+        "overlaps itself",
+    ),
     "no tensors": (lambda v, g: squared_distance([], []), "no tensors given"),
     "distance": (lambda v, g: squared_distance([v], [g[:2]]), "tensor 0 of b"),
     "distance of one": (lambda v, g: squared_distance(v, g), "a list of tensors"),

@@ -479,6 +479,16 @@ def x3():
     return torch.tensor([1.0, 2.0, 3.0])
 
 
+def backed_up_into_the_gradient(w):
+    grads = torch.ones(16, device=w.device)
+    lwsam_perturb_([w], [grads[:3]], backup=grads.view(torch.uint8))
+
+
+def backed_up_into_the_scores(w, g):
+    scores = torch.ones(8, dtype=torch.float64, device=w.device)
+    lwsam_perturb_([w], [g], scores[:1], backup=scores.view(torch.uint8))
+
+
 BAD_CALLS = {
     "negative rho": (lambda w, g: lwsam_perturb_([w], [g], rho=-0.1), "rho is -0.1"),
     "infinite rho": (lambda w, g: lwsam_perturb_([w], [g], rho=math.inf), "rho is inf"),
@@ -505,6 +515,17 @@ BAD_CALLS = {
     "overlap": (lambda w, g: lwsam_perturb_([w[:2], w[1:]], [g[:2], g[1:]]), "overlap in memory"),
     "shifted gradient": (lambda w, g: lwsam_perturb_([w[:2]], [w[1:]]), "overlap in memory"),
     "expanded": (lambda w, g: lwsam_perturb_([w[:1].expand(3)], [g]), "is expanded"),
+    "over itself": (lambda w, g: lwsam_perturb_([w.as_strided((2, 2), (1, 1))], [g.new_ones(2, 2)]), "overlaps itself"),
+    "restore over itself": (
+        lambda w, g: restore_([w.as_strided((2, 2), (1, 1))], w.new_zeros(64, dtype=torch.uint8)),
+        "overlaps itself",
+    ),
+    "backup is gradient": (lambda w, g: backed_up_into_the_gradient(w), "overlap in memory"),
+    "backup holds scores": (lambda w, g: backed_up_into_the_scores(w, g), "overlap in memory"),
+    "scores are params": (
+        lambda w, g: lwsam_perturb_([x := w.double()], [g.double()], x[:1]),
+        "overlap in memory",
+    ),
     "small backup": (
         lambda w, g: lwsam_perturb_([w], [g], backup=w.view(torch.uint8).clone()),
         "at least 64 bytes",
