@@ -33,7 +33,11 @@ inline void check_backup(const char* op, const Tensor& backup, const std::vector
   }
 }
 
+// Memory is taken for each layer: a number far beyond any network's layers is a mistake, not a sparse numbering.
+constexpr int64_t kMostLayers = int64_t{1} << 20;
+
 inline void check_groups(const char* op, const std::vector<int64_t>& groups, size_t tensors, int64_t count) {
+  if (count > kMostLayers) fail(op, ": ", count, " layers; at most ", kMostLayers, " are accepted");
   if (groups.size() != tensors) fail(op, ": ", groups.size(), " group indices for ", tensors, " tensors");
   for (size_t t = 0; t < tensors; ++t) {
     if (groups[t] < 0 || groups[t] >= count) {

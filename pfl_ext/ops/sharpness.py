@@ -31,6 +31,9 @@ Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 _BACKUP_ALIGNMENT = 64
 """Bytes; each tensor's part of a backup begins at a multiple of it (``csrc/glue/sharpness.h`` has the same number)."""
 
+_MOST_LAYERS = 2**20
+"""Memory is taken for each (``csrc/glue/sharpness.h`` has the same number)."""
+
 
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
@@ -43,6 +46,8 @@ def backup_bytes(params: Sequence[Tensor]) -> int:
 def _check_groups(groups: Sequence[int], tensors: int, layers: int) -> None:
     if len(groups) != tensors:
         raise ValueError(f"{len(groups)} group indices for {tensors} tensors; one a tensor is expected")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"{layers} layers; at most {_MOST_LAYERS} are accepted")
     for t, group in enumerate(groups):
         if not 0 <= group < layers:
             raise ValueError(f"the group of tensor {t} is {group}; 0 to {layers - 1} are accepted")

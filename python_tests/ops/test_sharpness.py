@@ -526,6 +526,9 @@ BAD_CALLS = {
         lambda w, g: lwsam_perturb_([x := w.double()], [g.double()], x[:1]),
         "overlap in memory",
     ),
+    "far group": (lambda w, g: lwsam_perturb_([w], [g], groups=[2**33], norm="layer"), "8589934593 layers; at most"),
+    "far group of scores": (lambda w, g: personalization_scores([w], [g], [2**33]), "8589934593 layers; at most"),
+    "farther group": (lambda w, g: personalization_scores([w], [g], [2**70]), "layers; at most 1048576 are accepted"),
     "small backup": (
         lambda w, g: lwsam_perturb_([w], [g], backup=w.view(torch.uint8).clone()),
         "at least 64 bytes",
