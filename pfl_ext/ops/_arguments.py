@@ -11,6 +11,7 @@ from torch import Tensor
 __all__ = [
     "FLOATS",
     "accumulate_type",
+    "check_dense",
     "check_device",
     "check_lists",
     "check_memory",
@@ -37,10 +38,17 @@ def without_gradients() -> AbstractContextManager[object]:
 
 
 def describe(x: object) -> str:
-    """As in ``float32 [3, 4] on cpu``."""
+    """As in ``float32 [3, 4] on cpu``; what is not laid out by strides says so."""
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+    layout = "" if x.layout == torch.strided else f"{str(x.layout).removeprefix('torch.')} "
+    return f"{layout}{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+
+
+def check_dense(what: str, x: Tensor) -> None:
+    """Raise an error for a sparse tensor, and for others that have no strides."""
+    if x.layout != torch.strided:
+        raise ValueError(f"{what} is {describe(x)}; dense tensors are accepted, as x.to_dense() gives them")
 
 
 def one_of(name: str, value: str, accepted: Sequence[str]) -> None:
@@ -67,6 +75,7 @@ def check_lists(**lists: Sequence[Tensor]) -> None:
     for t, reference in enumerate(first):
         if not isinstance(reference, Tensor):
             raise TypeError(f"tensor {t} of {first_name} is {describe(reference)}, not a tensor")
+        check_dense(f"tensor {t} of {first_name}", reference)
         if reference.dtype not in FLOATS:
             raise ValueError(
                 f"tensor {t} of {first_name} is {describe(reference)}; "
@@ -79,6 +88,7 @@ def check_lists(**lists: Sequence[Tensor]) -> None:
                 raise TypeError(f"tensor {t} of {name} is {describe(x)}, not a tensor")
             if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
                 raise ValueError(f"tensor {t} of {name} is {describe(x)}, of {first_name} {describe(reference)}")
+            check_dense(f"tensor {t} of {name}", x)
 
 
 def check_places(name: str, t: int | str, x: Tensor) -> None:

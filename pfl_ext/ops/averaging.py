@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ._arguments import (
     FLOATS,
     accumulate_type,
+    check_dense,
     check_device,
     check_memory,
     check_places,
@@ -56,11 +57,13 @@ def _check(out: Sequence[Tensor], server: Sequence[Tensor], clients: Sequence[Te
     for t, reference in enumerate(out):
         if reference.dtype not in FLOATS:
             raise ValueError(f"tensor {t} is {describe(reference)}; floating types are accepted")
+        check_dense(f"tensor {t}", reference)
         check_device("the model", out, t)
         others = [clients[c * len(out) + t] for c in range(count)] + ([server[t]] if server else [])
         for x in others:
             if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
                 raise ValueError(f"tensor {t} is {describe(x)} in one model and {describe(reference)} in another")
+            check_dense(f"tensor {t}", x)
 
 
 def _average_reference(clients: Sequence[Tensor], weights: Sequence[float], server: Tensor | None, lr: float) -> Tensor:
@@ -172,6 +175,7 @@ def _accumulate_check(sums: list[Tensor], client: list[Tensor], weight: float) -
         check_device("sums", sums, t)
         if x.dtype not in FLOATS or (total.shape, total.dtype, total.device) != expected or not total.is_contiguous():
             raise ValueError(f"sum {t} is {describe(total)}, the client's tensor is {describe(x)}")
+        check_dense(f"tensor {t} of the client", x)
 
 
 def _accumulate_reference(sums: list[Tensor], client: list[Tensor], weight: float) -> None:
@@ -191,6 +195,7 @@ def _nonfinite_check(tensors: list[Tensor]) -> None:
     for t, x in enumerate(tensors):
         if x.dtype not in FLOATS:
             raise ValueError(f"tensor {t} is {describe(x)}; float32, float64, float16 and bfloat16 are accepted")
+        check_dense(f"tensor {t}", x)
         check_device("the list", tensors, t)
 
 
@@ -288,6 +293,7 @@ def _gather(clients: Any) -> tuple[list[_Model], Callable[[list[Tensor]], Any]]:
                 f"clients is {describe(clients)}; a matrix with a row for each client is accepted, "
                 "or a sequence of modules, state dicts or lists of tensors"
             )
+        check_dense("clients", clients)
         return [_Model(None, [row]) for row in clients.unbind(0)], _restorer(clients)
     if isinstance(clients, (nn.Module, Mapping)):
         raise TypeError(f"clients is a single {type(clients).__name__}; a sequence of models is accepted")
@@ -336,6 +342,10 @@ def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool
     return torch.tensor([v / total for v in values] if normalize else values, dtype=torch.float64)
 
 
+def _not_averaged(model: _Model, t: int) -> str:
+    return f"tensor {model.name(t)} is {describe(model.tensors[t])}; floats and integers are accepted"
+
+
 def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
     """Raise an error that names model and tensor where two do not fit. Called when an op has refused its arguments."""
     first = models[0]
@@ -346,8 +356,11 @@ def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
                 raise ValueError(
                     f"tensor {first.name(t)} of {what} is {describe(x)}, of client 0 {describe(reference)}"
                 ) from None
+            check_dense(f"tensor {first.name(t)} of {what}", x)
     floating = [t for t, x in enumerate(first.tensors) if x.is_floating_point()]
     for t in floating:
+        if first.tensors[t].dtype not in FLOATS:
+            raise TypeError(_not_averaged(first, t)) from None
         if first.tensors[t].device != first.tensors[floating[0]].device:
             raise ValueError(
                 f"tensor {first.name(t)} is {describe(first.tensors[t])}, tensor {first.name(floating[0])} is "
@@ -391,7 +404,8 @@ def _check_target(target: _Model, what: str) -> list[int]:
     spans: list[tuple[int, int, int]] = []
     for t, x in enumerate(tensors):
         extent = x.numel()
-        if not x.is_contiguous():
+        if x.layout != torch.strided or not x.is_contiguous():
+            check_dense(f"tensor {target.name(t)} of {what}", x)
             check_places(what, target.name(t), x)
             extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         if extent:
@@ -457,8 +471,8 @@ def _combine(
     integral = [t for t in writable if not first.tensors[t].is_floating_point()]
     targets = [(what, m) for what, m in (("server", start), ("out", target)) if m is not None]
     for t in integral:
-        if first.tensors[t].is_complex():
-            raise TypeError(f"tensor {first.name(t)} is {describe(first.tensors[t])}; floats and integers are accepted")
+        if first.tensors[t].is_complex() or first.tensors[t].is_quantized:
+            raise TypeError(_not_averaged(first, t))
     if integral:
         _explain(models, targets)
         if integers == "server" and target is None and start is None:
@@ -508,10 +522,19 @@ def _combine(
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no number of these tensors is infinity or NaN: one pass, and nothing allocated in their size."""
-    floating = [x for x in tensors if x.is_floating_point()]
+    floating: list[Tensor] = []
     try:
+        for x in tensors:
+            if x.is_floating_point():
+                floating.append(x)
+            elif x.is_complex():
+                floating.append(torch.view_as_real(x.resolve_conj()))
         return not floating or not bool(_nonfinite(floating).any())
-    except RuntimeError:
+    except (RuntimeError, AttributeError):
+        for t, x in enumerate(tensors):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"tensor {t} is {describe(x)}, not a tensor") from None
+            check_dense(f"tensor {t}", x)
         _nonfinite_check(floating)
         raise
 
@@ -640,8 +663,9 @@ class StreamingAverage:
         first = self._first
         if first is None:
             for t, x in enumerate(tensors):
-                if x.is_complex() or (x.is_floating_point() and x.dtype not in FLOATS):
-                    raise TypeError(f"tensor {model.name(t)} is {describe(x)}; floats and integers are accepted")
+                if x.is_complex() or x.is_quantized or (x.is_floating_point() and x.dtype not in FLOATS):
+                    raise TypeError(_not_averaged(model, t))
+                check_dense(f"tensor {model.name(t)} of {what}", x)
         else:
             model = model.like(first, what)
             tensors = model.tensors

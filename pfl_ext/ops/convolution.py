@@ -127,7 +127,11 @@ def conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         [samples, outputs, (height - kernel height + 1) // 2, (width - kernel width + 1) // 2], channels last in memory.
     """
-    if x.dim() != 4 or weight.dim() != 4 or bias.dim() != 1:
+    try:
+        fit = x.dim() == 4 and weight.dim() == 4 and bias.dim() == 1
+    except AttributeError:  # no tensors
+        fit = False
+    if not fit:
         raise ValueError(
             "conv_pool_relu takes images [samples, channels, height, width], weights [outputs, channels, height, "
             f"width] and a bias [outputs]; got {describe(x)}, {describe(weight)} and {describe(bias)}"

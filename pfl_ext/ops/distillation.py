@@ -32,14 +32,14 @@ and gradient are 0 whatever it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ._arguments import FLOATS, accumulate_type, describe, one_of
+from ._arguments import FLOATS, accumulate_type, check_dense, describe, one_of
 from ._declare import declare, raise_out_of_memory
 from .averaging import _weigh, _weighted_average
 
@@ -82,6 +82,7 @@ def _check(
             f"student is {describe(student)}; logits [batch, classes] in float32, float64, float16 or bfloat16 are "
             "accepted"
         )
+    check_dense("student", student)
     if not teachers:
         raise ValueError("no teachers given; at least one is needed")
     # Logits are divided by it and losses multiplied by its square, in the accumulate type.
@@ -106,6 +107,7 @@ def _check(
                 f"teacher {m} is {describe(x)}, the student is {describe(student)}; the same shape (or one stacked "
                 "tensor [teachers, batch, classes] of at least one teacher), type and device are accepted"
             )
+        check_dense(f"teacher {m}", x)
     count = teachers[0].shape[0] if stacked else len(teachers)
     if weights is not None and (weights.device.type, weights.dtype, weights.shape) != ("cpu", torch.float64, (count,)):
         raise ValueError(
@@ -121,6 +123,7 @@ def _check(
                 f"target is {describe(target)}, the student is {describe(student)}; "
                 f"{str(dtype).removeprefix('torch.')} {list(shape)} on the same device is accepted"
             )
+        check_dense("target", target)
     if sample_weights is not None:
         expected = (student.shape[:1], accumulate, student.device)
         if (sample_weights.shape, sample_weights.dtype, sample_weights.device) != expected:
@@ -128,6 +131,7 @@ def _check(
                 f"sample_weights are {describe(sample_weights)}; {str(accumulate).removeprefix('torch.')} "
                 f"[{student.shape[0]}] on {student.device} is accepted"
             )
+        check_dense("sample_weights", sample_weights)
     return count
 
 
@@ -403,6 +407,8 @@ def _teacher_list(teachers: Teachers) -> tuple[list[Tensor], int]:
                 f"teachers is {describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted"
             )
         return [teachers.detach()], teachers.shape[0]
+    if not isinstance(teachers, Iterable):
+        raise TypeError(f"teachers is {describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted")
     listed = list(teachers)
     for m, x in enumerate(listed):
         if not isinstance(x, Tensor):
@@ -435,6 +441,7 @@ def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tenso
     """One weight a row in the accumulate type; 0 leaves a row out."""
     accumulate = accumulate_type(student.dtype)
     if ignore is not None:
+        _as_tensor("ignore", ignore)
         if ignore.dtype != torch.bool or ignore.shape != student.shape[:1] or ignore.device != student.device:
             raise ValueError(
                 f"ignore is {describe(ignore)}; bool [{student.shape[0]}] on {student.device} is accepted, "
@@ -444,6 +451,7 @@ def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tenso
             return (~ignore).to(accumulate)
     if sample_weights is None:
         return None
+    _as_tensor("sample_weights", sample_weights)
     if sample_weights.shape != student.shape[:1] or sample_weights.device != student.device:
         raise ValueError(
             f"sample_weights are {describe(sample_weights)}; one weight for each of the {student.shape[0]} samples on "
@@ -604,6 +612,7 @@ def ensemble_logits(teachers: Teachers, weights: Sequence[float] | Tensor | None
                 f"teacher {m} is {describe(x)}, teacher 0 is {describe(first)}; "
                 "logits of one floating type, shape and device are accepted"
             )
+        check_dense(f"teacher {m}", x)
     if shares is None:
         shares = torch.full((len(each),), 1.0 / len(each), dtype=torch.float64)
     result: Tensor = _weighted_average(each, shares)[0]

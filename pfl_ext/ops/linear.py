@@ -92,7 +92,11 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         [rows, outputs].
     """
-    if weight.dim() != 2 or bias.dim() != 1 or x.dim() == 0:
+    try:
+        fit = weight.dim() == 2 and bias.dim() == 1 and x.dim() > 0
+    except AttributeError:  # no tensors
+        fit = False
+    if not fit:
         raise ValueError(
             "linear_relu takes rows [..., inputs], weights [outputs, inputs] and a bias [outputs]; "
             f"got {describe(x)}, {describe(weight)} and {describe(bias)}"

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ._arguments import accumulate_type, check_lists, check_memory, describe, without_gradients
+from ._arguments import accumulate_type, check_dense, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
 
 __all__ = ["backup_bytes", "layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
@@ -71,6 +71,8 @@ def _check_numbers(rho: float, p: float, literal: bool) -> None:
 
 
 def _check_backup(backup: Tensor, params: Sequence[Tensor]) -> None:
+    if not isinstance(backup, Tensor):
+        raise TypeError(f"the backup is {describe(backup)}; what lwsam_perturb_ returned is accepted")
     needed = backup_bytes(params)
     elsewhere = bool(params) and backup.device != params[0].device
     if backup.dtype != torch.uint8 or backup.dim() != 1 or backup.numel() < needed or elsewhere:
@@ -271,6 +273,8 @@ def layer_groups(parameters: nn.Module | Iterable[str]) -> list[int]:
     [0, 0, 1, 1]
     """
     names = [name for name, _ in parameters.named_parameters()] if isinstance(parameters, nn.Module) else parameters
+    if isinstance(names, (str, Tensor)) or not isinstance(names, Iterable):
+        raise TypeError(f"parameters is {describe(names)}; a module or a list of names is accepted")
     numbers: dict[str, int] = {}
     return [numbers.setdefault(name.rpartition(".")[0], len(numbers)) for name in names]
 
@@ -427,6 +431,8 @@ def lwsam_perturb_(
             _perturb(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
     except (RuntimeError, TypeError, AttributeError):
         check_lists(params=params, grads=grads)
+        if isinstance(scores, Tensor):
+            check_dense("scores", scores)
         if backup is not None:
             _perturb_check(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
             _perturb_memory(params, backup, grads, vector)
@@ -447,8 +453,6 @@ def restore_(params: Iterable[Tensor], backup: Tensor) -> None:
         with without_gradients():
             _restore(params, backup)
     except (RuntimeError, TypeError):
-        if not isinstance(backup, Tensor):
-            raise TypeError(f"the backup is {describe(backup)}; what lwsam_perturb_ returned is accepted") from None
         _restore_check(params, backup)
         check_memory({"params": params}, {"backup": [backup]})
         raise

@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ._arguments import FLOATS, accumulate_type, describe, one_of
+from ._arguments import FLOATS, accumulate_type, check_dense, describe, one_of
 from ._declare import declare
 
 __all__ = ["SpectralTeacher", "spectral_divergence", "spectrum"]
@@ -370,6 +370,7 @@ def _tensors(x: Any, what: str) -> list[Tensor]:
             raise TypeError(f"{what}: entry {t} is a {type(tensor).__name__}, not a tensor")
         if tensor.dtype not in FLOATS:
             raise ValueError(f"{what}: tensor {t} is {describe(tensor)}; floating types are accepted")
+        check_dense(f"{what}: tensor {t}", tensor)
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
             raise ValueError(f"{what}: tensor {t} is {describe(tensor)}, tensor 0 is {describe(tensors[0])}")
     if sum(tensor.numel() for tensor in tensors) == 0:
