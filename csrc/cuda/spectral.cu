@@ -22,7 +22,11 @@ void visit(DType dtype, F f) {
   }
 }
 
-void check_grid(const char* op, const glue::HalfSpectra& given) {
+void check_launch(const char* op, const glue::HalfSpectra& given, const Tensor& spectrum) {
+  // Both parts of a bin are one access. Memory of torch's own is aligned; another library's need not be.
+  if (reinterpret_cast<uintptr_t>(spectrum.const_data_ptr()) % (2 * item_size(given.dtype)) != 0) {
+    glue::fail(op, ": the half spectrum does not begin at a multiple of its element's size in memory; clone it");
+  }
   if (given.rows * spectral_chunks(given.range.half()) > kMaxGrid) {
     glue::fail(op, ": ", given.rows, " rows of ", given.range.half(), " bins are more than one launch takes");
   }
@@ -35,7 +39,7 @@ Tensor new_workspace(const Tensor& spectrum, const glue::HalfSpectra& given) {
 std::tuple<Tensor, Tensor> spectral_teacher(const Tensor& spectrum, int64_t length, int64_t count) {
   const char* op = "pfl_ext::spectral_teacher";
   const auto given = glue::HalfSpectra::of(op, spectrum, length, count);
-  check_grid(op, given);
+  check_launch(op, given, spectrum);
   const CurrentStream stream(spectrum);
   Tensor log_q = torch::stable::new_empty(spectrum, {given.rows, given.range.bins()}, glue::real_type(given.dtype));
   Tensor total = torch::stable::new_empty(spectrum, {given.rows}, glue::ScalarType::Double);
@@ -58,7 +62,7 @@ Tensor half_spectrum_divergence_(const Tensor& spectrum, const Tensor& log_q, co
   const char* op = "pfl_ext::half_spectrum_divergence_";
   const glue::DivergenceProblem given(op, glue::HalfSpectra::of(op, spectrum, length, count), spectrum, log_q, total,
                                       form);
-  check_grid(op, given);
+  check_launch(op, given, spectrum);
   const CurrentStream stream(spectrum);
   Tensor loss = torch::stable::new_empty(spectrum, {given.rows}, glue::real_type(given.dtype));
   Tensor workspace = new_workspace(spectrum, given);

@@ -27,10 +27,7 @@ struct AverageProblem {
     dtypes.reserve(tensors);
     for (size_t t = 0; t < tensors; ++t) {
       dtypes.push_back(dtype_of(out[t], op, "out", t));
-      if (out[t].is_cpu() != on_cpu || out[t].get_device_index() != out[0].get_device_index()) {
-        fail(op, ": out tensor ", t, " is ", describe(out[t]), ", the call runs on ", on_cpu ? "cpu" : "cuda",
-             "; all tensors of one call must be on one device");
-      }
+      check_device(op, "out", out, t, on_cpu);
       const Kind kind(out[t]);
       if (has_server && Kind(server[t]) != kind) {
         fail(op, ": server tensor ", t, " is ", describe(server[t]), ", out is ", describe(out[t]));
@@ -43,7 +40,7 @@ struct AverageProblem {
       }
     }
     // Only now: the copies made for odd layouts must not happen for a call that is refused.
-    Overlaps overlaps(out);
+    Overlaps overlaps(op, out);
     for (size_t t = 0; t < server.size(); ++t) overlaps.add_input(server[t], t);
     for (size_t i = 0; i < client_tensors.size(); ++i) overlaps.add_input(client_tensors[i], i % tensors);
     rows.reserve(tensors);
@@ -95,9 +92,9 @@ inline std::vector<DType> check_accumulate(const char* op, const std::vector<Ten
   for (size_t t = 0; t < sum.size(); ++t) {
     dtypes.push_back(dtype_of(client[t], op, "client", t));
     const ScalarType expected = dtypes[t] == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
+    check_device(op, "sums", sum, t, on_cpu);
     if (sum[t].scalar_type() != expected || !equal(sum[t].sizes(), client[t].sizes()) || !sum[t].is_contiguous() ||
-        sum[t].is_cpu() != on_cpu || client[t].is_cpu() != on_cpu ||
-        sum[t].get_device_index() != client[t].get_device_index()) {
+        client[t].is_cpu() != on_cpu || sum[t].get_device_index() != client[t].get_device_index()) {
       fail(op, ": sum ", t, " is ", describe(sum[t]), ", the client's tensor is ", describe(client[t]),
            "; a contiguous ", name_of(expected), " sum of the same shape and device is expected");
     }
@@ -111,9 +108,7 @@ struct NonfiniteProblem {
   NonfiniteProblem(const std::vector<Tensor>& tensors, bool on_cpu) : found(no_flags(tensors)) {
     for (size_t t = 0; t < tensors.size(); ++t) {
       dtypes.push_back(dtype_of(tensors[t], "pfl_ext::nonfinite", "input", t));
-      if (tensors[t].is_cpu() != on_cpu || tensors[t].get_device_index() != tensors[0].get_device_index()) {
-        fail("pfl_ext::nonfinite: tensor ", t, " is ", describe(tensors[t]), ", tensor 0 is ", describe(tensors[0]));
-      }
+      check_device("pfl_ext::nonfinite", "the list", tensors, t, on_cpu);
       dense.push_back(is_dense(tensors[t]) ? tensors[t] : torch::stable::contiguous(tensors[t]));
       sizes.push_back(tensors[t].numel());
     }

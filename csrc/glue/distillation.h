@@ -126,8 +126,11 @@ struct DistillationProblem {
     if (average < 0 || average > 2 || reduction_number < 0 || reduction_number > 3) {
       fail(kOp, ": average is ", average, " and reduction ", reduction_number, "; 0 to 2 and 0 to 3 are accepted");
     }
-    if (!(options.temperature > 0) || !std::isfinite(options.temperature)) {
-      fail(kOp, ": temperature is ", options.temperature, "; a positive finite number is accepted");
+    // Logits are divided by it and losses multiplied by its square, in the accumulate type.
+    const double largest = std::ldexp(1.0, dtype == DType::kFloat64 ? 511 : 63);
+    if (!(options.temperature >= 1 / largest && options.temperature <= largest)) {
+      fail(kOp, ": temperature is ", options.temperature, "; a positive number from ", 1 / largest, " to ", largest,
+           " is accepted");
     }
     if (!(options.label_smoothing >= 0 && options.label_smoothing <= 1)) {
       fail(kOp, ": label_smoothing is ", options.label_smoothing, "; 0 to 1 is accepted");

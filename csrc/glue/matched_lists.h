@@ -39,10 +39,7 @@ class MatchedLists {
     for (size_t t = 0; t < tensors; ++t) {
       dtypes.push_back(dtype_of(first[t], op, roles[0].name, t));
       const Kind kind(first[t]);
-      if (first[t].is_cpu() != on_cpu || kind.device_index != first[0].get_device_index()) {
-        fail(op, ": tensor ", t, " of ", roles[0].name, " is ", describe(first[t]), ", the call runs on ",
-             on_cpu ? "cpu" : "cuda", "; all tensors of one call must be on one device");
-      }
+      check_device(op, roles[0].name, first, t, on_cpu);
       for (size_t r = 1; r < roles.size(); ++r) {
         const Tensor& x = roles[r].tensors[t];
         if (Kind(x) != kind) {
@@ -53,7 +50,7 @@ class MatchedLists {
       sizes.push_back(first[t].numel());
       if (sizes[t] == 0) continue;
       for (size_t r = 0; r < roles.size(); ++r) {
-        if (roles[r].written) refuse_expanded(op, roles[r], t);
+        if (roles[r].written) check_places(op, roles[r].name, t, roles[r].tensors[t]);
         const Span span(roles[r].tensors[t]);
         spans.push_back({span.begin, span.end, r, t});
       }
@@ -101,16 +98,6 @@ class MatchedLists {
   std::vector<int64_t> sizes;
 
  private:
-  static void refuse_expanded(const char* op, const ListRole& role, size_t t) {
-    const Tensor& x = role.tensors[t];
-    if (x.is_contiguous()) return;
-    for (int64_t d = 0; d < x.dim(); ++d) {
-      if (x.stride(d) == 0 && x.size(d) > 1) {
-        fail(op, ": tensor ", t, " of ", role.name, " is expanded: its elements share one place in memory");
-      }
-    }
-  }
-
   // A written tensor may be read as the same tensor at the same place of another list, and in no other way.
   void refuse_overlaps(const char* op, const std::vector<ListRole>& roles, const std::vector<ListSpan>& spans) {
     for (const ListSpan& s : spans) {

@@ -33,7 +33,11 @@ inline void check_backup(const char* op, const Tensor& backup, const std::vector
   }
 }
 
+// Memory is taken for each layer: a number far beyond any network's layers is a mistake, not a sparse numbering.
+constexpr int64_t kMostLayers = int64_t{1} << 20;
+
 inline void check_groups(const char* op, const std::vector<int64_t>& groups, size_t tensors, int64_t count) {
+  if (count > kMostLayers) fail(op, ": ", count, " layers; at most ", kMostLayers, " are accepted");
   if (groups.size() != tensors) fail(op, ": ", groups.size(), " group indices for ", tensors, " tensors");
   for (size_t t = 0; t < tensors; ++t) {
     if (groups[t] < 0 || groups[t] >= count) {
@@ -66,10 +70,18 @@ struct PerturbProblem {
              " values on the params' device is accepted");
       }
       scores = static_cast<const double*>(s.const_data_ptr());
+      if (lists->written_overlaps(s)) fail(op, ": the scores and the params overlap in memory");
     }
     offsets = backup_offsets(lists->sizes, lists->dtypes);
     check_backup(op, backup_tensor, params, offsets.back());
     if (lists->written_overlaps(backup_tensor)) fail(op, ": the backup and the params overlap in memory");
+    const Span saved(backup_tensor);
+    for (size_t t = 0; t < grads.size(); ++t) {
+      if (saved.overlaps(Span(grads[t]))) fail(op, ": the backup and tensor ", t, " of grads overlap in memory");
+    }
+    if (score_tensor.has_value() && saved.overlaps(Span(*score_tensor))) {
+      fail(op, ": the backup and the scores overlap in memory");
+    }
     backup_bytes = static_cast<char*>(backup_tensor.mutable_data_ptr());
   }
 

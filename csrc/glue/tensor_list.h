@@ -72,6 +72,17 @@ inline DType dtype_of(const Tensor& t, const char* op, const char* role, size_t 
   }
 }
 
+// Fails unless tensor t of a list is on the device of the first one, and that where the call runs: a kernel would touch
+// memory that is not its own.
+inline void check_device(const char* op, const char* role, const std::vector<Tensor>& tensors, size_t t, bool on_cpu) {
+  const Tensor& x = tensors[t];
+  const bool runs_here = x.is_cpu() == on_cpu;
+  if (runs_here && x.get_device_index() == tensors[0].get_device_index()) return;
+  fail(op, ": tensor ", t, " of ", role, " is ", describe(x), ", ",
+       t > 0 ? "tensor 0 is " + describe(tensors[0]) : std::string("the call runs on ") + (on_cpu ? "cpu" : "cuda"),
+       "; all tensors of one call must be on one device");
+}
+
 template <typename Array>
 inline bool equal(const Array& a, const Array& b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
@@ -124,18 +135,47 @@ struct Span {
     end = begin + extent * t.element_size();
   }
 
+  bool overlaps(const Span& other) const { return std::max(begin, other.begin) < std::min(end, other.end); }
+
   const char* begin;
   const char* end;
   size_t tensor;
 };
 
+// Fails for a tensor to be written of which elements share one place in memory: expanded, or strided over itself.
+inline void check_places(const char* op, const char* role, size_t t, const Tensor& x) {
+  if (x.is_contiguous()) return;
+  std::vector<std::pair<int64_t, int64_t>> steps;  // stride and size, from the shortest on
+  for (int64_t d = 0; d < x.dim(); ++d) {
+    if (x.size(d) > 1) steps.emplace_back(x.stride(d), x.size(d));
+  }
+  std::sort(steps.begin(), steps.end());
+  int64_t extent = 1;
+  for (const auto& [stride, size] : steps) {
+    if (stride < extent) {
+      fail(op, ": tensor ", t, " of ", role, " is expanded or overlaps itself: elements share one place in memory");
+    }
+    extent += stride * (size - 1);
+  }
+}
+
 // Which outputs share memory with an input in another way than being the very same tensor at the same place of its
 // list. Those are computed aside, so that every input is read before any of it is overwritten.
 class Overlaps {
  public:
-  explicit Overlaps(const std::vector<Tensor>& out) : out_(out), found_(out.size(), false) {
-    for (size_t t = 0; t < out.size(); ++t) spans_.emplace_back(out[t], t);
+  // Outputs that overlap each other are refused.
+  Overlaps(const char* op, const std::vector<Tensor>& out) : out_(out), found_(out.size(), false) {
+    for (size_t t = 0; t < out.size(); ++t) {
+      if (out[t].numel() == 0) continue;
+      check_places(op, "out", t, out[t]);
+      spans_.emplace_back(out[t], t);
+    }
     std::sort(spans_.begin(), spans_.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+    for (size_t i = 1; i < spans_.size(); ++i) {
+      if (spans_[i].overlaps(spans_[i - 1])) {
+        fail(op, ": tensors ", spans_[i - 1].tensor, " and ", spans_[i].tensor, " of out overlap in memory");
+      }
+    }
   }
 
   void add_input(const Tensor& x, size_t index) {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPS", "Op", "declare"]
+__all__ = ["OPS", "Op", "declare", "raise_out_of_memory"]
 
 _library = torch.library.Library("pfl_ext", "DEF")
 
@@ -30,11 +30,22 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Run the kernel that the dispatcher chooses."""
-        return self.overload(*args)
+        try:
+            return self.overload(*args)
+        except RuntimeError as error:
+            raise_out_of_memory(error)
+            raise
 
     def has_kernel(self, key: str) -> bool:
         """Whether a native kernel serves this dispatch key (``"CPU"`` or ``"CUDA"``)."""
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"pfl_ext::{self.name}", key)
+
+
+def raise_out_of_memory(error: RuntimeError) -> None:
+    """Raise torch's own error if ``error`` is that: the stable ABI hands on an exception's words, not its class."""
+    words, _, _ = str(error).partition(" (originally from torch_call_dispatcher")
+    if words.startswith("CUDA out of memory") and not isinstance(error, torch.OutOfMemoryError):
+        raise torch.OutOfMemoryError(words) from None
 
 
 OPS: dict[str, Op] = {}
@@ -45,6 +56,7 @@ def declare(
     *,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
+    composed: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
     plain_on: Mapping[str, str] | None = None,
@@ -53,12 +65,14 @@ def declare(
 
     ``reference`` computes the op in plain torch and is its default kernel; ``fake`` gives shapes and types to
     ``torch.compile``; ``backward`` and ``setup_context`` are as in :func:`torch.library.register_autograd`.
+    ``composed`` is the default kernel of an op that is made of other ops, so that their native kernels serve it too;
+    the reference stays plain torch, or comparing with it would compare a kernel with itself.
     ``plain_on`` says for which devices (``"cpu"``, ``"cuda"``) the reference is all there is meant to be, and why.
     """
     name = schema.split("(", 1)[0]
     qualified = f"pfl_ext::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(name, reference, "CompositeExplicitAutograd")
+    _library.impl(name, composed or reference, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ._declare import OPS, Op
 
-__all__ = ["NO_KERNEL", "gradients_with_graph", "takes"]
+__all__ = ["NO_KERNEL", "fused"]
 
 NO_KERNEL = {"cuda": "small batches are trained on CPUs; a GPU has the layers one by one"}
 """Why there is no kernel, by device."""
@@ -23,16 +24,49 @@ def _has_kernel(name: str) -> bool:
     return OPS[name].has_kernel("CPU")
 
 
-def takes(op: Op, x: Tensor, weight: Tensor) -> bool:
-    """Whether an op has a kernel for these; where it has none the layers one by one are faster than its reference."""
-    ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _has_kernel(op.name)
-    return ours and not is_functorch_wrapped_tensor(weight) and not is_functorch_wrapped_tensor(x)
+def fused(
+    layers: Callable[[Tensor, Tensor, Tensor], Tensor],
+    kernel: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    gradient: Op,
+    lay_out: Callable[[Tensor], Tensor],
+    lay_back: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function of input, weight and bias: the kernels where they take these, otherwise the layers one by one.
 
+    Args:
+        layers: the same in plain torch, layer by layer; faster than the ops' references, and differentiable twice.
+        kernel: from input, weight and bias to the result and what ``gradient`` needs of it.
+        gradient: the op ``(grad, what was kept, x, weight, for_x)``.
+        lay_out: input, weight and gradient as the kernels take them.
+        lay_back: what the kernels give, as torch has it.
+    """
 
-def gradients_with_graph(
-    layers: Callable[..., Tensor], given: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients that can be differentiated again, by the layers one by one: those of ``given`` that are needed."""
-    asked = [tensor for tensor, need in zip(given, needed, strict=True) if need]
-    found = iter(torch.autograd.grad(layers(*given), asked, grad, create_graph=True))
-    return tuple(next(found) if need else None for need in needed)
+    class Fused(torch.autograd.Function):
+        # Not by register_autograd: this is called in every step, and its wrappers in Python would show.
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            y, kept = kernel(lay_out(x), lay_out(weight), bias.contiguous())
+            ctx.save_for_backward(x, weight, bias, kept)
+            return lay_back(y)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            x, weight, bias, kept = ctx.saved_tensors
+            needed = ctx.needs_input_grad
+            if torch.is_grad_enabled():  # create_graph=True: the gradient is to be differentiated again
+                given = (x, weight, bias)
+                asked = [tensor for tensor, need in zip(given, needed, strict=True) if need]
+                found = iter(torch.autograd.grad(layers(*given), asked, grad, create_graph=True))
+                return tuple(next(found) if need else None for need in needed)
+            to_x, to_weight, to_bias = gradient(lay_out(grad), kept, lay_out(x), lay_out(weight), needed[0])
+            return lay_back(to_x) if needed[0] else None, lay_back(to_weight), to_bias
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _has_kernel(gradient.name)
+        if not ours or is_functorch_wrapped_tensor(weight) or is_functorch_wrapped_tensor(x):
+            return layers(x, weight, bias)
+        result: Tensor = Fused.apply(x, weight, bias)
+        return result
+
+    return run

@@ -22,7 +22,17 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ._arguments import FLOATS, accumulate_type, describe, one_of, without_gradients
+from ._arguments import (
+    FLOATS,
+    accumulate_type,
+    check_dense,
+    check_device,
+    check_memory,
+    check_places,
+    describe,
+    one_of,
+    without_gradients,
+)
 from ._declare import declare
 
 __all__ = ["StreamingAverage", "all_finite", "server_update", "weighted_average"]
@@ -47,10 +57,13 @@ def _check(out: Sequence[Tensor], server: Sequence[Tensor], clients: Sequence[Te
     for t, reference in enumerate(out):
         if reference.dtype not in FLOATS:
             raise ValueError(f"tensor {t} is {describe(reference)}; floating types are accepted")
+        check_dense(f"tensor {t}", reference)
+        check_device("the model", out, t)
         others = [clients[c * len(out) + t] for c in range(count)] + ([server[t]] if server else [])
         for x in others:
             if (x.shape, x.dtype, x.device) != (reference.shape, reference.dtype, reference.device):
                 raise ValueError(f"tensor {t} is {describe(x)} in one model and {describe(reference)} in another")
+            check_dense(f"tensor {t}", x)
 
 
 def _average_reference(clients: Sequence[Tensor], weights: Sequence[float], server: Tensor | None, lr: float) -> Tensor:
@@ -112,6 +125,7 @@ _weighted_average = declare(
 
 def _weighted_average_out_reference(out: list[Tensor], clients: list[Tensor], weights: Tensor) -> None:
     _check(out, [], clients, weights)
+    check_memory({"out": out}, {})
     for old, new in zip(out, _weighted_average_reference(clients, weights), strict=True):
         old.copy_(new)
 
@@ -131,6 +145,7 @@ def _server_update_reference(
     out: list[Tensor], server: list[Tensor], clients: list[Tensor], weights: Tensor, lr: float
 ) -> None:
     _server_update_fake(out, server, clients, weights, lr)
+    check_memory({"out": out}, {})
     scale = weights.tolist()
     updated = [_average_reference(clients[t :: len(out)], scale, s, lr) for t, s in enumerate(server)]
     for old, new in zip(out, updated, strict=True):
@@ -157,8 +172,10 @@ def _accumulate_check(sums: list[Tensor], client: list[Tensor], weight: float) -
         raise ValueError(f"{len(client)} client tensors for {len(sums)} sums")
     for t, (total, x) in enumerate(zip(sums, client, strict=True)):
         expected = (x.shape, accumulate_type(x.dtype), x.device)
+        check_device("sums", sums, t)
         if x.dtype not in FLOATS or (total.shape, total.dtype, total.device) != expected or not total.is_contiguous():
             raise ValueError(f"sum {t} is {describe(total)}, the client's tensor is {describe(x)}")
+        check_dense(f"tensor {t} of the client", x)
 
 
 def _accumulate_reference(sums: list[Tensor], client: list[Tensor], weight: float) -> None:
@@ -174,13 +191,23 @@ _accumulate = declare(
 )
 
 
+def _nonfinite_check(tensors: list[Tensor]) -> None:
+    for t, x in enumerate(tensors):
+        if x.dtype not in FLOATS:
+            raise ValueError(f"tensor {t} is {describe(x)}; float32, float64, float16 and bfloat16 are accepted")
+        check_dense(f"tensor {t}", x)
+        check_device("the list", tensors, t)
+
+
 def _nonfinite_reference(tensors: list[Tensor]) -> Tensor:
     if not tensors:
         raise ValueError("no tensors given")
+    _nonfinite_check(tensors)
     return torch.stack([~torch.isfinite(x).all() for x in tensors])
 
 
 def _nonfinite_fake(tensors: list[Tensor]) -> Tensor:
+    _nonfinite_check(tensors)
     return tensors[0].new_empty((len(tensors),), dtype=torch.bool)
 
 
@@ -266,6 +293,7 @@ def _gather(clients: Any) -> tuple[list[_Model], Callable[[list[Tensor]], Any]]:
                 f"clients is {describe(clients)}; a matrix with a row for each client is accepted, "
                 "or a sequence of modules, state dicts or lists of tensors"
             )
+        check_dense("clients", clients)
         return [_Model(None, [row]) for row in clients.unbind(0)], _restorer(clients)
     if isinstance(clients, (nn.Module, Mapping)):
         raise TypeError(f"clients is a single {type(clients).__name__}; a sequence of models is accepted")
@@ -283,6 +311,10 @@ def _check_weight(client: int, weight: float, normalize: bool) -> None:
         raise ValueError(f"the weight of client {client} is {weight}; it must be {kind}")
 
 
+_TINY = 2.0**-64
+"""Brings the sum of any weights of any number of clients below infinity."""
+
+
 def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool) -> Tensor:
     """The weights as the ops take them: float64 on the CPU."""
     if weights is None:
@@ -298,12 +330,20 @@ def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool
     for c, value in enumerate(values):
         _check_weight(c, value, normalize)
     total = sum(values)
+    if normalize and math.isinf(total):  # of finite weights: only what they are to each other counts
+        values = [v * _TINY for v in values]
+        weights = weights * _TINY if isinstance(weights, Tensor) else weights
+        total = sum(values)
     if normalize and total <= 0:
         raise ValueError(f"the weights of all {count} clients add up to {total}; a positive sum is needed")
     if isinstance(weights, Tensor) and weights.requires_grad:
         vector = weights.to("cpu", torch.float64)
         return vector / vector.sum() if normalize else vector
     return torch.tensor([v / total for v in values] if normalize else values, dtype=torch.float64)
+
+
+def _not_averaged(model: _Model, t: int) -> str:
+    return f"tensor {model.name(t)} is {describe(model.tensors[t])}; floats and integers are accepted"
 
 
 def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
@@ -316,6 +356,16 @@ def _explain(models: list[_Model], targets: list[tuple[str, _Model]]) -> None:
                 raise ValueError(
                     f"tensor {first.name(t)} of {what} is {describe(x)}, of client 0 {describe(reference)}"
                 ) from None
+            check_dense(f"tensor {first.name(t)} of {what}", x)
+    floating = [t for t, x in enumerate(first.tensors) if x.is_floating_point()]
+    for t in floating:
+        if first.tensors[t].dtype not in FLOATS:
+            raise TypeError(_not_averaged(first, t)) from None
+        if first.tensors[t].device != first.tensors[floating[0]].device:
+            raise ValueError(
+                f"tensor {first.name(t)} is {describe(first.tensors[t])}, tensor {first.name(floating[0])} is "
+                f"{describe(first.tensors[floating[0]])}; all tensors of a model must be on one device"
+            ) from None
 
 
 def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize: bool) -> tuple[list[_Model], Tensor]:
@@ -354,11 +404,9 @@ def _check_target(target: _Model, what: str) -> list[int]:
     spans: list[tuple[int, int, int]] = []
     for t, x in enumerate(tensors):
         extent = x.numel()
-        if not x.is_contiguous():
-            if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-                raise ValueError(
-                    f"tensor {target.name(t)} of {what} is expanded: its elements share one place in memory"
-                )
+        if x.layout != torch.strided or not x.is_contiguous():
+            check_dense(f"tensor {target.name(t)} of {what}", x)
+            check_places(what, target.name(t), x)
             extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         if extent:
             begin = x.data_ptr()
@@ -381,7 +429,9 @@ def _round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bool:
         return rounded > 0
     limits = torch.iinfo(dtype)
-    return rounded.clamp(limits.min, limits.max).to(dtype)
+    # As a float64 the largest int64 is one more than itself, which no int64 can hold.
+    inside = rounded.clamp(limits.min, math.nextafter(float(limits.max), 0.0)).to(dtype)
+    return torch.where(rounded >= limits.max, torch.full_like(inside, limits.max), inside)
 
 
 def _integer_average(
@@ -421,8 +471,8 @@ def _combine(
     integral = [t for t in writable if not first.tensors[t].is_floating_point()]
     targets = [(what, m) for what, m in (("server", start), ("out", target)) if m is not None]
     for t in integral:
-        if first.tensors[t].is_complex():
-            raise TypeError(f"tensor {first.name(t)} is {describe(first.tensors[t])}; floats and integers are accepted")
+        if first.tensors[t].is_complex() or first.tensors[t].is_quantized:
+            raise TypeError(_not_averaged(first, t))
     if integral:
         _explain(models, targets)
         if integers == "server" and target is None and start is None:
@@ -472,8 +522,21 @@ def _combine(
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no number of these tensors is infinity or NaN: one pass, and nothing allocated in their size."""
-    floating = [x for x in tensors if x.is_floating_point()]
-    return not floating or not bool(_nonfinite(floating).any())
+    floating: list[Tensor] = []
+    try:
+        for x in tensors:
+            if x.is_floating_point():
+                floating.append(x)
+            elif x.is_complex():
+                floating.append(torch.view_as_real(x.resolve_conj()))
+        return not floating or not bool(_nonfinite(floating).any())
+    except (RuntimeError, AttributeError):
+        for t, x in enumerate(tensors):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"tensor {t} is {describe(x)}, not a tensor") from None
+            check_dense(f"tensor {t}", x)
+        _nonfinite_check(floating)
+        raise
 
 
 def weighted_average(
@@ -541,11 +604,16 @@ def server_update(
     return _combine(clients, weights, server, lr, normalize, out, integers, nonfinite)
 
 
+_MOST_UNITS = 1024.0
+"""What the weights of a :class:`StreamingAverage` add up to at most, in its units: room for large values."""
+
+
 class StreamingAverage:
     r"""The weighted average of clients that arrive one by one, in the memory of one model.
 
     Keeps :math:`\sum_c w_c x_c` in the accumulate type (float32, or float64 for float64 and integers) and divides by
-    :math:`W = \sum_c w_c` at the end. It differs from :func:`weighted_average` of the same C clients by at most
+    :math:`W = \sum_c w_c` at the end, both in units of a power of two near the first weight: only what the weights are
+    to each other counts. It differs from :func:`weighted_average` of the same C clients by at most
 
     .. math:: 2 (C + 4)\, u \sum_c |w_c x_c| / W
 
@@ -572,6 +640,9 @@ class StreamingAverage:
         """Clients added so far, without those skipped."""
         self.skipped = 0
         """Clients left out because of infinity or NaN."""
+        # Weights are kept times this scale, a power of two, and add up to this many at most before it is changed.
+        self._scale = 1.0
+        self._most = -1.0 if normalize else math.inf
         self._weight = 0.0
         self._skipped_weight = 0.0
         self._first: _Model | None = None
@@ -592,8 +663,9 @@ class StreamingAverage:
         first = self._first
         if first is None:
             for t, x in enumerate(tensors):
-                if x.is_complex() or (x.is_floating_point() and x.dtype not in FLOATS):
-                    raise TypeError(f"tensor {model.name(t)} is {describe(x)}; floats and integers are accepted")
+                if x.is_complex() or x.is_quantized or (x.is_floating_point() and x.dtype not in FLOATS):
+                    raise TypeError(_not_averaged(model, t))
+                check_dense(f"tensor {model.name(t)} of {what}", x)
         else:
             model = model.like(first, what)
             tensors = model.tensors
@@ -613,22 +685,44 @@ class StreamingAverage:
                 )
             if bad:
                 self.skipped += 1
-                self._skipped_weight += weight
+                self._skipped_weight += 0.0 if self.normalize else weight
                 return False
         with without_gradients():
             if first is None:
                 self._begin(client, model, floating)
             try:
-                _accumulate([self._sums[t] for t in floating], values, weight)
+                scaled = weight * self._scale
+                if scaled + self._weight > self._most:
+                    scaled = self._in_other_units(weight, values)
+                _accumulate([self._sums[t] for t in floating], values, scaled)
             except (RuntimeError, ValueError):
-                if self._first is not None:
-                    _explain([self._first, model], [])
+                begun, self._first = self._first, first  # none again if this was the first client
+                if self.normalize and self._weight == 0:
+                    self._most = -1.0
+                _explain([begun or model, model], [])
                 raise
             for t in self._integral:
-                self._sums[t] += weight * tensors[t].double()
+                self._sums[t] += scaled * tensors[t].double()
         self.clients += 1
-        self._weight += weight
+        self._weight += scaled
         return True
+
+    def _in_other_units(self, weight: float, values: list[Tensor]) -> float:
+        """The weight in units in which the weights have room again; the sums are brought to them."""
+        if weight == 0:
+            return 0.0
+        # Not below -1000, so that the scale is finite for the smallest weights too.
+        scale = 2.0 ** -max(math.frexp(weight)[1], -1000)
+        if self._weight > 0:
+            # First: what is refused must not cost the sums their last bits.
+            _accumulate_check([self._sums[t] for t in self._floating], values, weight)
+            scale = min(scale, self._scale * 2.0 ** -math.frexp(self._weight)[1])
+            shift = scale / self._scale
+            for total in self._sums:
+                total *= shift
+            self._weight *= shift
+        self._scale, self._most = scale, _MOST_UNITS
+        return weight * scale
 
     def _begin(self, client: Any, model: _Model, floating: list[int]) -> None:
         """Sums like the first client, and what the others are compared with."""

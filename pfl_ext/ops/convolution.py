@@ -11,15 +11,13 @@ multiply by the zeros as well.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ._arguments import describe
 from ._declare import declare
-from ._layers import NO_KERNEL, gradients_with_graph, takes
+from ._layers import NO_KERNEL, fused
 
 __all__ = ["conv_pool_relu"]
 
@@ -90,7 +88,8 @@ def _backward_reference(
 def _backward_fake(
     grad: Tensor, which: Tensor, x: Tensor, weight: Tensor, for_x: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x) if for_x else x.new_empty(0), torch.empty_like(weight), weight.new_empty(len(weight))
+    to_x = x.new_empty(x.shape if for_x else (0,))
+    return to_x, weight.new_empty(weight.shape), weight.new_empty(len(weight))
 
 
 _backward = declare(
@@ -109,25 +108,7 @@ def _layer_by_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.relu(F.max_pool2d(F.conv2d(x, weight, bias), 2))
 
 
-class _ConvPoolReLU(torch.autograd.Function):
-    # Not by register_autograd: this is called in every step, and its wrappers in Python would show.
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y, which = _forward(_channels_last(x), _channels_last(weight), bias.contiguous())
-        ctx.save_for_backward(x, weight, bias, which)
-        return _channels_second(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, which = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph=True: the gradient is to be differentiated again
-            return gradients_with_graph(_layer_by_layer, (x, weight, bias), needed, grad)
-        to_x, to_weight, to_bias = _backward(
-            _channels_last(grad), which, _channels_last(x), _channels_last(weight), needed[0]
-        )
-        return _channels_second(to_x) if needed[0] else None, _channels_second(to_weight), to_bias
+_fused = fused(_layer_by_layer, _forward, _backward, _channels_last, _channels_second)
 
 
 def conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -146,12 +127,13 @@ def conv_pool_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         [samples, outputs, (height - kernel height + 1) // 2, (width - kernel width + 1) // 2], channels last in memory.
     """
-    if x.dim() != 4 or weight.dim() != 4 or bias.dim() != 1:
+    try:
+        fit = x.dim() == 4 and weight.dim() == 4 and bias.dim() == 1
+    except AttributeError:  # no tensors
+        fit = False
+    if not fit:
         raise ValueError(
             "conv_pool_relu takes images [samples, channels, height, width], weights [outputs, channels, height, "
             f"width] and a bias [outputs]; got {describe(x)}, {describe(weight)} and {describe(bias)}"
         )
-    if not takes(_backward, x, weight):
-        return _layer_by_layer(x, weight, bias)
-    result: Tensor = _ConvPoolReLU.apply(x, weight, bias)
-    return result
+    return _fused(x, weight, bias)

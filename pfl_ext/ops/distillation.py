@@ -32,15 +32,15 @@ and gradient are 0 whatever it holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ._arguments import FLOATS, accumulate_type, describe, one_of
-from ._declare import declare
+from ._arguments import FLOATS, accumulate_type, check_dense, describe, one_of
+from ._declare import declare, raise_out_of_memory
 from .averaging import _weigh, _weighted_average
 
 __all__ = ["distillation_loss", "ensemble_distillation_loss", "ensemble_logits"]
@@ -82,10 +82,15 @@ def _check(
             f"student is {describe(student)}; logits [batch, classes] in float32, float64, float16 or bfloat16 are "
             "accepted"
         )
+    check_dense("student", student)
     if not teachers:
         raise ValueError("no teachers given; at least one is needed")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature is {temperature}; a positive finite number is accepted")
+    # Logits are divided by it and losses multiplied by its square, in the accumulate type.
+    largest = 2.0 ** (511 if student.dtype == torch.float64 else 63)
+    if not 1 / largest <= temperature <= largest:
+        raise ValueError(
+            f"temperature is {temperature}; a positive number from {1 / largest:.3g} to {largest:.3g} is accepted"
+        )
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; 0 to 1 is accepted")
     if not (math.isfinite(soft_scale) and math.isfinite(hard_scale)):
@@ -102,6 +107,7 @@ def _check(
                 f"teacher {m} is {describe(x)}, the student is {describe(student)}; the same shape (or one stacked "
                 "tensor [teachers, batch, classes] of at least one teacher), type and device are accepted"
             )
+        check_dense(f"teacher {m}", x)
     count = teachers[0].shape[0] if stacked else len(teachers)
     if weights is not None and (weights.device.type, weights.dtype, weights.shape) != ("cpu", torch.float64, (count,)):
         raise ValueError(
@@ -117,6 +123,7 @@ def _check(
                 f"target is {describe(target)}, the student is {describe(student)}; "
                 f"{str(dtype).removeprefix('torch.')} {list(shape)} on the same device is accepted"
             )
+        check_dense("target", target)
     if sample_weights is not None:
         expected = (student.shape[:1], accumulate, student.device)
         if (sample_weights.shape, sample_weights.dtype, sample_weights.device) != expected:
@@ -124,6 +131,7 @@ def _check(
                 f"sample_weights are {describe(sample_weights)}; {str(accumulate).removeprefix('torch.')} "
                 f"[{student.shape[0]}] on {student.device} is accepted"
             )
+        check_dense("sample_weights", sample_weights)
     return count
 
 
@@ -385,7 +393,8 @@ def _loss(student: Tensor, *arguments: Any) -> Tensor:
             return _Loss.apply(student, arguments)
         loss = _distillation(student, *arguments, False)[0]
         return loss
-    except RuntimeError:
+    except RuntimeError as error:
+        raise_out_of_memory(error)
         _check(*(student, *arguments, True))  # says the same as the native kernel, as a ValueError
         raise
 
@@ -398,6 +407,8 @@ def _teacher_list(teachers: Teachers) -> tuple[list[Tensor], int]:
                 f"teachers is {describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted"
             )
         return [teachers.detach()], teachers.shape[0]
+    if not isinstance(teachers, Iterable):
+        raise TypeError(f"teachers is {describe(teachers)}; a stack [teachers, batch, classes] or a list is accepted")
     listed = list(teachers)
     for m, x in enumerate(listed):
         if not isinstance(x, Tensor):
@@ -430,6 +441,7 @@ def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tenso
     """One weight a row in the accumulate type; 0 leaves a row out."""
     accumulate = accumulate_type(student.dtype)
     if ignore is not None:
+        _as_tensor("ignore", ignore)
         if ignore.dtype != torch.bool or ignore.shape != student.shape[:1] or ignore.device != student.device:
             raise ValueError(
                 f"ignore is {describe(ignore)}; bool [{student.shape[0]}] on {student.device} is accepted, "
@@ -439,6 +451,7 @@ def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tenso
             return (~ignore).to(accumulate)
     if sample_weights is None:
         return None
+    _as_tensor("sample_weights", sample_weights)
     if sample_weights.shape != student.shape[:1] or sample_weights.device != student.device:
         raise ValueError(
             f"sample_weights are {describe(sample_weights)}; one weight for each of the {student.shape[0]} samples on "
@@ -481,7 +494,7 @@ def ensemble_distillation_loss(
         teachers: logits of M teachers, stacked as [M, B, C] or a list of [B, C], of the student's type and device.
         weights: one number a teacher, not negative, divided by their sum; equal by default. A teacher of weight 0 is
             not read.
-        temperature: T > 0.
+        temperature: T > 0, in float32 from 2**-63 to 2**63 (and its square is in range).
         average: what is averaged over the teachers: ``"logits"``, ``"probs"`` or ``"losses"`` (see the module).
         reduction: ``"mean"`` divides the sum by the weight of all samples that count (of all labels, in the multi-label
             form), ``"batchmean"`` by B whatever was left out, ``"sum"`` by nothing; ``"none"`` gives the loss of every
@@ -541,7 +554,7 @@ def distillation_loss(
         teacher: logits [B, C] of the teacher O, of the same type and device.
         target: classes [B], any integer type; in the multi-label form probabilities [B, C], 0 to 1.
         lam: the imitation parameter, 0 to 1.
-        temperature: T > 0, of the soft term.
+        temperature: T > 0, of the soft term; its range is as in :func:`ensemble_distillation_loss`.
         soft: ``"kl"`` (PersFL) or ``"ce"`` (PersFL-GD). They differ by the teacher's entropy: the gradients are equal.
         reduction: as in :func:`ensemble_distillation_loss`.
         label_smoothing: of the hard term, as in :func:`torch.nn.functional.cross_entropy`; in the multi-label form a
@@ -599,6 +612,7 @@ def ensemble_logits(teachers: Teachers, weights: Sequence[float] | Tensor | None
                 f"teacher {m} is {describe(x)}, teacher 0 is {describe(first)}; "
                 "logits of one floating type, shape and device are accepted"
             )
+        check_dense(f"teacher {m}", x)
     if shares is None:
         shares = torch.full((len(each),), 1.0 / len(each), dtype=torch.float64)
     result: Tensor = _weighted_average(each, shares)[0]

@@ -10,15 +10,13 @@ kernels here read the weights where they lie.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ._arguments import describe
 from ._declare import declare
-from ._layers import NO_KERNEL, gradients_with_graph, takes
+from ._layers import NO_KERNEL, fused
 
 __all__ = ["linear_relu"]
 
@@ -55,7 +53,8 @@ def _backward_reference(
 
 
 def _backward_fake(grad: Tensor, y: Tensor, x: Tensor, weight: Tensor, for_x: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x) if for_x else x.new_empty(0), torch.empty_like(weight), weight.new_empty(len(weight))
+    to_x = x.new_empty(x.shape if for_x else (0,))
+    return to_x, weight.new_empty(weight.shape), weight.new_empty(len(weight))
 
 
 _backward = declare(
@@ -69,23 +68,12 @@ _backward = declare(
 # ---- the function ----------------------------------------------------------------------------------------------------
 
 
-class _LinearReLU(torch.autograd.Function):
-    # Not by register_autograd: this is called in every step, and its wrappers in Python would show.
+def _forward_and_kept(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    y = _forward(x, weight, bias)
+    return y, y  # it tells the backward pass where ReLU cut
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y: Tensor = _forward(x.contiguous(), weight.contiguous(), bias.contiguous())
-        ctx.save_for_backward(x, weight, bias, y)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, y = ctx.saved_tensors
-        needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # create_graph=True: the gradient is to be differentiated again
-            return gradients_with_graph(_forward_reference, (x, weight, bias), needed, grad)
-        to_x, to_weight, to_bias = _backward(grad.contiguous(), y, x.contiguous(), weight.contiguous(), needed[0])
-        return to_x if needed[0] else None, to_weight, to_bias
+_fused = fused(_forward_reference, _forward_and_kept, _backward, torch.Tensor.contiguous, lambda x: x)
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -104,13 +92,14 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         [rows, outputs].
     """
-    if weight.dim() != 2 or bias.dim() != 1 or x.dim() == 0:
+    try:
+        fit = weight.dim() == 2 and bias.dim() == 1 and x.dim() > 0
+    except AttributeError:  # no tensors
+        fit = False
+    if not fit:
         raise ValueError(
             "linear_relu takes rows [..., inputs], weights [outputs, inputs] and a bias [outputs]; "
             f"got {describe(x)}, {describe(weight)} and {describe(bias)}"
         )
     small = x.dim() == 2 and len(x) <= _MOST_ROWS and weight.numel() >= _FEWEST_WEIGHTS
-    if not small or not takes(_backward, x, weight):
-        return _forward_reference(x, weight, bias)
-    result: Tensor = _LinearReLU.apply(x, weight, bias)
-    return result
+    return (_fused if small else _forward_reference)(x, weight, bias)

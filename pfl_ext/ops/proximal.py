@@ -62,6 +62,13 @@ def _step_check(
     check_lists(**lists)
 
 
+def _step_memory(
+    params: list[Tensor], momentum_buffers: list[Tensor], grads: list[Tensor], anchors: list[Tensor], lam: float
+) -> None:
+    read = {"grads": grads, "anchors": anchors if lam != 0 else []}
+    check_memory({"params": params, "momentum_buffers": momentum_buffers}, read)
+
+
 def _step_reference(
     params: list[Tensor],
     momentum_buffers: list[Tensor],
@@ -78,8 +85,7 @@ def _step_reference(
 ) -> None:
     numbers = (lr, lam, momentum, dampening, weight_decay, nesterov, maximize, first)
     _step_check(params, momentum_buffers, grads, anchors, *numbers)
-    read = {"grads": grads, "anchors": anchors if lam != 0 else []}
-    check_memory({"params": params, "momentum_buffers": momentum_buffers}, read)
+    _step_memory(params, momentum_buffers, grads, anchors, lam)
     for t, (v, g) in enumerate(zip(params, grads, strict=True)):
         accumulate = accumulate_type(v.dtype)
         weight = v.to(accumulate)
@@ -125,6 +131,12 @@ def _distance_fake(a: list[Tensor], b: list[Tensor]) -> Tensor:
     return a[0].new_empty((), dtype=_sum_type(a))
 
 
+def _gradient_like(x: Tensor) -> Tensor:
+    """In the layout of ``x``, contiguous where ``x`` has gaps: empty_like keeps the order of dimensions then."""
+    gradient = torch.empty_like(x)
+    return gradient if gradient.stride() == x.stride() else gradient.new_empty(x.shape)
+
+
 def _distance_backward_reference(
     grad: Tensor, a: list[Tensor], b: list[Tensor], for_a: bool, for_b: bool
 ) -> list[Tensor]:
@@ -133,14 +145,14 @@ def _distance_backward_reference(
         for x, y in zip(a, b, strict=True):
             accumulate = accumulate_type(x.dtype)
             scale = (2.0 * sign * grad.double()).to(accumulate)
-            result.append(torch.empty_like(x).copy_(scale * (x.to(accumulate) - y.to(accumulate))))
+            result.append(_gradient_like(x).copy_(scale * (x.to(accumulate) - y.to(accumulate))))
         return result
 
     return (half(1.0) if for_a else []) + (half(-1.0) if for_b else [])
 
 
 def _distance_backward_fake(grad: Tensor, a: list[Tensor], b: list[Tensor], for_a: bool, for_b: bool) -> list[Tensor]:
-    return [torch.empty_like(x) for _ in range(for_a + for_b) for x in a]
+    return [_gradient_like(x) for _ in range(for_a + for_b) for x in a]
 
 
 def _no_second_gradient(ctx: Any, grads: list[Tensor]) -> None:
@@ -244,6 +256,7 @@ def proximal_sgd_step_(
             _step(params, buffers, grads, anchors, *numbers)
     except (RuntimeError, TypeError):
         _step_check(params, buffers, grads, anchors, *numbers)
+        _step_memory(params, buffers, grads, anchors, lam)
         raise
     torch.autograd.graph.increment_version(params)
     if buffers:

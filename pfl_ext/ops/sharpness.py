@@ -20,10 +20,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ._arguments import accumulate_type, check_lists, check_memory, describe, without_gradients
+from ._arguments import accumulate_type, check_dense, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
 
-__all__ = ["layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
+__all__ = ["backup_bytes", "layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
 
 Norm: TypeAlias = Literal["global", "layer"]
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
@@ -31,17 +31,23 @@ Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Sequence[Tensor]
 _BACKUP_ALIGNMENT = 64
 """Bytes; each tensor's part of a backup begins at a multiple of it (``csrc/glue/sharpness.h`` has the same number)."""
 
+_MOST_LAYERS = 2**20
+"""Memory is taken for each (``csrc/glue/sharpness.h`` has the same number)."""
+
 
 # ---- the ops -------------------------------------------------------------------------------------------------------
 
 
-def _backup_bytes(params: Sequence[Tensor]) -> int:
+def backup_bytes(params: Sequence[Tensor]) -> int:
+    """The size of their backup."""
     return sum(-(-x.numel() * x.element_size() // _BACKUP_ALIGNMENT) * _BACKUP_ALIGNMENT for x in params)
 
 
 def _check_groups(groups: Sequence[int], tensors: int, layers: int) -> None:
     if len(groups) != tensors:
         raise ValueError(f"{len(groups)} group indices for {tensors} tensors; one a tensor is expected")
+    if layers > _MOST_LAYERS:
+        raise ValueError(f"{layers} layers; at most {_MOST_LAYERS} are accepted")
     for t, group in enumerate(groups):
         if not 0 <= group < layers:
             raise ValueError(f"the group of tensor {t} is {group}; 0 to {layers - 1} are accepted")
@@ -65,7 +71,9 @@ def _check_numbers(rho: float, p: float, literal: bool) -> None:
 
 
 def _check_backup(backup: Tensor, params: Sequence[Tensor]) -> None:
-    needed = _backup_bytes(params)
+    if not isinstance(backup, Tensor):
+        raise TypeError(f"the backup is {describe(backup)}; what lwsam_perturb_ returned is accepted")
+    needed = backup_bytes(params)
     elsewhere = bool(params) and backup.device != params[0].device
     if backup.dtype != torch.uint8 or backup.dim() != 1 or backup.numel() < needed or elsewhere:
         raise ValueError(
@@ -91,6 +99,11 @@ def _perturb_check(
     _check_groups(groups, len(params), layers)
     _check_scores(scores, layers, params[0].device if params else None)
     _check_backup(backup, params)
+
+
+def _perturb_memory(params: list[Tensor], backup: Tensor, grads: list[Tensor], scores: Tensor | None) -> None:
+    read = {"grads": grads, "scores": [] if scores is None else [scores]}
+    check_memory({"params": params, "backup": [backup]}, read)
 
 
 def _memory_order(x: Tensor) -> Tensor | None:
@@ -157,7 +170,7 @@ def _perturb_reference(
     per_layer: bool,
 ) -> None:
     _perturb_check(params, backup, grads, scores, groups, layers, rho, p, literal, per_layer)
-    check_memory({"params": params, "backup": [backup]}, {"grads": grads})
+    _perturb_memory(params, backup, grads, scores)
     if not params:
         return
     norm_of = groups if per_layer else [0] * len(params)
@@ -260,6 +273,8 @@ def layer_groups(parameters: nn.Module | Iterable[str]) -> list[int]:
     [0, 0, 1, 1]
     """
     names = [name for name, _ in parameters.named_parameters()] if isinstance(parameters, nn.Module) else parameters
+    if isinstance(names, (str, Tensor)) or not isinstance(names, Iterable):
+        raise TypeError(f"parameters is {describe(names)}; a module or a list of names is accepted")
     numbers: dict[str, int] = {}
     return [numbers.setdefault(name.rpartition(".")[0], len(numbers)) for name in names]
 
@@ -327,10 +342,15 @@ def personalization_scores(a: Model, b: Model, groups: Sequence[int] | Mapping[s
 
 
 def _as_scores(scores: Tensor | Sequence[float], device: torch.device) -> Tensor:
-    if isinstance(scores, Tensor):
-        # A vector that is on another device is sent there without waiting for it.
-        return scores.detach().to(device, torch.float64, non_blocking=True).contiguous()
-    return torch.tensor(scores, dtype=torch.float64, device=device)
+    if not isinstance(scores, Tensor):
+        vector = torch.tensor(scores, dtype=torch.float64)
+    elif scores.device == device:
+        return scores.detach().to(device, torch.float64).contiguous()
+    else:
+        # Pinned memory may be overwritten before it has been sent.
+        vector = scores.detach().clone() if scores.is_cpu else scores.detach()
+    # Sent to a GPU without waiting for it. From a GPU the host has to wait, or it reads what has not arrived yet.
+    return vector.to(device, torch.float64, non_blocking=device.type != "cpu").contiguous()
 
 
 def lwsam_perturb_(
@@ -406,13 +426,16 @@ def lwsam_perturb_(
             vector = _as_scores(scores, params[0].device)
             layers = vector.numel()
         if backup is None:
-            backup = torch.empty(_backup_bytes(params), dtype=torch.uint8, device=params[0].device)
+            backup = torch.empty(backup_bytes(params), dtype=torch.uint8, device=params[0].device)
         with without_gradients():
             _perturb(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
     except (RuntimeError, TypeError, AttributeError):
         check_lists(params=params, grads=grads)
+        if isinstance(scores, Tensor):
+            check_dense("scores", scores)
         if backup is not None:
             _perturb_check(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
+            _perturb_memory(params, backup, grads, vector)
         raise
     torch.autograd.graph.increment_version(params)
     return backup
@@ -430,8 +453,7 @@ def restore_(params: Iterable[Tensor], backup: Tensor) -> None:
         with without_gradients():
             _restore(params, backup)
     except (RuntimeError, TypeError):
-        if not isinstance(backup, Tensor):
-            raise TypeError(f"the backup is {describe(backup)}; what lwsam_perturb_ returned is accepted") from None
         _restore_check(params, backup)
+        check_memory({"params": params}, {"backup": [backup]})
         raise
     torch.autograd.graph.increment_version(params)

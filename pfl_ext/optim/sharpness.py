@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pfl_ext.ops.sharpness import Norm, layer_groups, lwsam_perturb_, personalization_scores, restore_
+from pfl_ext.ops.sharpness import Norm, backup_bytes, layer_groups, lwsam_perturb_, personalization_scores, restore_
 
 __all__ = ["LWSAM", "SAM"]
 
@@ -97,14 +97,19 @@ class SAM(Optimizer):
                     groups.append(index if layer_of is None else layer_of[index])
                     radii.append(group["rho"])
                 index += 1
-        rho, scores = (radii[0] if radii else 0.0), layer_scores
+        rho = radii[0] if radii else 0.0
+        scores: Tensor | list[float] | None = layer_scores
         if len(set(radii)) > 1:
             # The op knows one radius: give each parameter its own layer, and the layer its radius times its score.
             # The norm of a layer is over its parameters, so that is only the same for the global norm.
             if self.norm == "layer" and layer_of is not None:
                 raise ValueError("norm='layer' needs one rho for all parameter groups")
-            own = torch.tensor(radii, dtype=torch.float64, device=params[0].device)
-            rho, scores = 1.0, own if layer_scores is None else own * layer_scores.to(own)[groups]
+            rho, scores = 1.0, radii
+            if layer_scores is not None:
+                # Nothing here waits for a GPU: an index that is a list would.
+                own = torch.tensor(radii, dtype=torch.float64).to(layer_scores.device, non_blocking=True)
+                layer_index = torch.tensor(groups).to(layer_scores.device, non_blocking=True)
+                scores = own * layer_scores.index_select(0, layer_index)
             groups = list(range(len(params)))
         elif layer_of is None:
             groups = list(range(len(params)))
@@ -127,8 +132,7 @@ class SAM(Optimizer):
         backup = self._backup
         if backup is None or not params or backup.device != params[0].device:
             return None
-        needed = sum(-(-x.numel() * x.element_size() // 64) * 64 for x in params)
-        return backup if backup.numel() >= needed else None
+        return backup if backup.numel() >= backup_bytes(params) else None
 
     def _restore(self) -> None:
         if self._moved is None or self._backup is None:

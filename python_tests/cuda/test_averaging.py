@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -45,10 +47,10 @@ def test_average_equals_the_reference_over_chunk_boundaries(emulator, dtype, off
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulate_equals_the_reference(emulator, dtype):
-    for offset in (0, 1):
+    for offset, sum_offset in itertools.product((0, 1), (0, 1)):
         client = random_tensors(SIZES, dtype, 0, offset)
         accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-        sums = random_tensors(SIZES, accumulate, 1)
+        sums = random_tensors(SIZES, accumulate, 1, sum_offset)
         expected = [s + 0.3 * x.to(accumulate) for s, x in zip(sums, client, strict=True)]
         emulator.accumulate(name(dtype), [as_numpy(s) for s in sums], [as_numpy(x) for x in client], 0.3)
         assert same_bits(sums, expected)

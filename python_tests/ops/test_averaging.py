@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pfl_ext import _native
 from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_average
@@ -304,6 +305,41 @@ def test_out_that_is_another_tensor_of_a_client_is_computed_as_if_all_were_read_
     assert a.tolist() == [8.0] * 4
 
 
+def test_out_that_overlaps_itself_is_refused(device):
+    memory = torch.zeros(5, device=device)
+    out, client = [memory.as_strided((3, 3), (1, 1))], [torch.arange(9.0, device=device).view(3, 3)]
+    average = StreamingAverage()
+    average.add(client)
+    for call in (
+        lambda: weighted_average([client], out=out),
+        lambda: server_update(client, [client], out=out),
+        lambda: average.result(out=out),
+    ):
+        with pytest.raises(ValueError, match="tensor 0 of out is expanded or overlaps itself"):
+            call()
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("run", ["native", "reference"])
+def test_the_ops_refuse_outputs_that_overlap(device, run):
+    memory = torch.zeros(5, device=device)
+    clients, weights = [torch.ones(3, device=device) for _ in range(2)], torch.ones(1, dtype=torch.float64)
+    one = memory.as_strided((3, 3), (1, 1))
+    for name in ("weighted_average_", "server_update_"):
+        op = OPS[name] if run == "native" else OPS[name].reference
+        more = ([[c + 0 for c in clients]], [0.5]) if name == "server_update_" else ([], [])
+        with pytest.raises((ValueError, RuntimeError), match=r"tensors? 0 .*of out.* overlap in memory"):
+            op([memory[:3], memory[1:4]], *more[0], clients, weights, *more[1])
+        more = ([[one + 0]], [0.5]) if name == "server_update_" else ([], [])
+        with pytest.raises((ValueError, RuntimeError), match="tensor 0 of out is expanded or overlaps itself"):
+            op([one], *more[0], [one + 1], weights, *more[1])
+    assert not memory.any()
+    # An empty one overlaps nothing, wherever it is.
+    op = OPS["weighted_average_"] if run == "native" else OPS["weighted_average_"].reference
+    op([memory, memory[2:2]], [torch.ones(5, device=device), torch.ones(0, device=device)], weights)
+    assert memory.tolist() == [1.0] * 5
+
+
 def test_tied_weights_are_updated_once(device):
     net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).to(device)
     net[1].weight = net[0].weight
@@ -584,6 +620,60 @@ def test_streaming_takes_modules_and_writes_into_a_module(device):
     assert list(average.result()) == list(expected)
 
 
+@pytest.mark.parametrize("weights", [[1e308, 1e308], [1e308, 5e307, 0.0], [5e-324, 1e-323], [1e-300, 1e300]])
+def test_weights_of_any_size_count_by_what_they_are_to_each_other(device, weights):
+    clients = [[torch.tensor([1.0 + c, -4.0 * c], device=device)] for c in range(len(weights))]
+    largest = max(weights)
+    shares = [w / largest for w in weights]
+    expected = exact(clients, shares)[0]
+    for some in (weights, torch.tensor(weights, dtype=torch.float64, requires_grad=True)):
+        torch.testing.assert_close(weighted_average(clients, some)[0].double(), expected)
+    torch.testing.assert_close(server_update(clients[0], clients, weights)[0].double(), expected)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        *([1e-46, 3e-46], [1e37, 3e37], [1e308, 1e308], [5e-324, 1e-323], [1e-46, 1e37, 1.0], [1e37, 1e-46]),
+        *([0.0, 1e-46, 1e-46], [1.0] * 40, [2.0**k for k in range(60)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_streaming_average_takes_weights_of_any_size(device, dtype, weights):
+    clients = [
+        [torch.tensor([1.0 + c % 7, -300.0 * c], dtype=dtype, device=device), torch.tensor([4 * c], device=device)]
+        for c in range(len(weights))
+    ]
+    average = StreamingAverage()
+    for client, weight in zip(clients, weights, strict=True):
+        average.add(client, weight)
+    for a, b in zip(average.result(), weighted_average(clients, weights), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_large_weight_that_is_refused_costs_a_streaming_average_nothing(device):
+    average = StreamingAverage()
+    with pytest.raises(ValueError, match="on one device"):
+        average.add([torch.ones(1, device=device), torch.ones(1, device="meta")], 1e300)
+    average.add([torch.tensor([0.1], device=device)], 1.0)
+    with pytest.raises(ValueError, match="client 1"):
+        average.add([torch.ones(2, device=device)], 1e300)
+    average.add([torch.tensor([0.2], device=device)], 2.0)
+    torch.testing.assert_close(average.result()[0], torch.tensor([0.5 / 3], device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+def test_the_largest_and_smallest_integers_average_to_themselves(device, dtype):
+    limits = [False, True] if dtype == torch.bool else [torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    client = [torch.tensor(limits, dtype=dtype, device=device)]
+    average = StreamingAverage()
+    average.add(client)
+    average.add(client)
+    for result in (weighted_average([client, client]), server_update(client, [client]), average.result()):
+        assert result[0].tolist() == limits
+
+
 def test_streaming_rows_and_more_clients_after_a_result(device):
     average = StreamingAverage()
     average.add(torch.tensor([1.0, 2.0], device=device))
@@ -634,6 +724,39 @@ def test_streaming_refuses_what_does_not_fit_and_stays_as_it_was(device):
         streaming = StreamingAverage(integers="server")
         streaming.add([torch.tensor([1], device=device)])
         streaming.result()
+
+
+SEVERAL_DEVICES = {
+    "weighted_average": lambda x, y: weighted_average([[x, y], [x, y]]),
+    "server_update": lambda x, y: server_update([x, y], [[x, y]]),
+    "streaming": lambda x, y: StreamingAverage().add([x, y]),
+    "all_finite": all_finite,
+}
+MESSAGE = r"tensor 1 .*is float32 \[3\] on {}, tensor 0 is float32 \[3\] on {}; all tensors of .* must be on one device"
+
+
+@pytest.mark.parametrize("call", SEVERAL_DEVICES)
+def test_a_model_on_several_devices_is_refused(call):
+    with pytest.raises(ValueError, match=MESSAGE.format("meta", "cpu")):
+        SEVERAL_DEVICES[call](torch.ones(3), torch.ones(3, device="meta"))
+    with FakeTensorMode(), pytest.raises(ValueError, match=MESSAGE.format("cuda:1", "cuda:0")):
+        SEVERAL_DEVICES[call](torch.ones(3, device="cuda:0"), torch.ones(3, device="cuda:1"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("call", SEVERAL_DEVICES)
+@pytest.mark.parametrize(("here", "there"), list(itertools.permutations(["cpu", "cuda:0", "cuda:1"], 2)))
+def test_a_model_on_several_gpus_is_refused(call, here, there):
+    with pytest.raises(ValueError, match=MESSAGE.format(there, here)):
+        SEVERAL_DEVICES[call](torch.ones(3, device=here), torch.ones(3, device=there))
+
+
+def test_a_first_client_that_is_refused_leaves_a_streaming_average_empty():
+    average = StreamingAverage()
+    with pytest.raises(ValueError, match="must be on one device"):
+        average.add([torch.ones(3), torch.ones(3, device="meta")])
+    average.add([torch.ones(2)])
+    assert average.result()[0].tolist() == [1.0, 1.0]
 
 
 def test_streaming_without_normalization_is_the_weighted_sum(device):
@@ -701,7 +824,7 @@ def test_the_public_functions_compile_without_a_graph_break(device_type):
 
 
 def test_fake_tensors_on_a_cuda_device_need_no_gpu():
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         clients = [[torch.empty(5, 3, device="cuda", dtype=torch.bfloat16)] for _ in range(3)]
         flat = [x for c in clients for x in c]
         (result,) = torch.ops.pfl_ext.weighted_average(flat, torch.ones(3, dtype=torch.float64))

@@ -223,6 +223,21 @@ def test_shapes_that_do_not_fit_are_refused(device):
             OPS["conv_pool_relu_backward"](y[:1], which[:1], channels_last(x), channels_last(weight), True)
 
 
+@pytest.mark.parametrize("shape", ["odd sides", "long stretches", "short stretches"])
+def test_a_place_beyond_the_cell_has_no_gradient_as_in_the_reference(device, shape):
+    x, weight, bias = (t.detach() for t in tensors(shape, torch.float64, device))
+    given = (channels_last(x), channels_last(weight))
+    y, which = OPS["conv_pool_relu_forward"](*given, bias)
+    which[::2, 0] = 255
+    which[..., -1] = 5
+    upstream = upstream_of(y)
+    op = OPS["conv_pool_relu_backward"]
+    for found, expected in zip(
+        op(upstream, which, *given, True), op.reference(upstream, which, *given, True), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
 def test_the_ops_pass_opcheck(device_type):
     x, weight, bias = (t.detach() for t in tensors("odd sides", torch.float64, device_type))
     given = (channels_last(x), channels_last(weight), bias)

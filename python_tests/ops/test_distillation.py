@@ -787,6 +787,27 @@ def test_bad_calls_say_what_is_accepted_and_change_nothing(device, call, message
     assert torch.equal(teacher, before[1])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_temperatures_beyond_the_range_of_the_arithmetic_are_refused(device, dtype):
+    student, teacher = (random_logits((5, 4), dtype, device, seed=seed).requires_grad_() for seed in (0, 1))
+    target = torch.tensor([0, 1, 2, 3, 0], device=device)
+    largest = 2.0**511 if dtype == torch.float64 else 2.0**63
+    for temperature in (largest, 1 / largest):
+        for loss in (
+            distillation_loss(student, teacher, target, 0.5, temperature),
+            ensemble_distillation_loss(student, [teacher], temperature=temperature),
+        ):
+            (grad,) = torch.autograd.grad(loss, student)
+            assert loss.isfinite() and not grad.isnan().any()
+    for temperature in (2 * largest, 0.5 / largest, 0.0, math.inf):
+        for call in (
+            lambda t: distillation_loss(student, teacher, target, 0.5, t),
+            lambda t: ensemble_distillation_loss(student.detach(), [teacher], temperature=t),
+        ):
+            with pytest.raises(ValueError, match=r"temperature is .*; a positive number from .* is accepted"):
+                call(temperature)
+
+
 def test_the_op_itself_refuses_what_does_not_fit(device):
     good = list(op_arguments(device))
     for place, bad in {

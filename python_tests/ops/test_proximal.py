@@ -352,9 +352,12 @@ BAD_CALLS = {
     "momentum": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum=-0.9), "momentum is -0.9"),
     "nesterov": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, nesterov=True), "nesterov needs momentum"),
     "no buffers": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum=0.9), "0 momentum buffers"),
-    "buffers": (lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum_buffers=[x3()]), "1 momentum buffers"),
+    "buffers": (
+        lambda v, g: proximal_sgd_step_([v], [g], [g], 1, 0.1, momentum_buffers=[v.clone()]),
+        "1 momentum buffers",
+    ),
     "shape": (
-        lambda v, g: proximal_sgd_step_([v, x3()], [g, g], [g, g[:2]], 1, 0.1),
+        lambda v, g: proximal_sgd_step_([v, v.clone()], [g, g], [g, g[:2]], 1, 0.1),
         r"tensor 1 of anchors is float32 \[2\]",
     ),
     "dtype": (lambda v, g: proximal_sgd_step_([v], [g.double()], [g], 1, 0.1), "of grads is float64"),
@@ -370,6 +373,10 @@ BAD_CALLS = {
         "overlap in memory",
     ),
     "expanded": (lambda v, g: proximal_sgd_step_([v[:1].expand(3)], [g], [g], 1, 0.1), "is expanded"),
+    "over itself": (
+        lambda v, g: proximal_sgd_step_([v.as_strided((2, 2), (1, 1))], *[[g.new_ones(2, 2)]] * 2, 1, 0.1),
+        "overlaps itself",
+    ),
     "no tensors": (lambda v, g: squared_distance([], []), "no tensors given"),
     "distance": (lambda v, g: squared_distance([v], [g[:2]]), "tensor 0 of b"),
     "distance of one": (lambda v, g: squared_distance(v, g), "a list of tensors"),
@@ -399,6 +406,27 @@ def test_opcheck(device_type):
         torch.ops.pfl_ext.squared_distance_backward,
         (torch.tensor(1.0, device=device_type), params, anchors, True, True),
     )
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "permuted": lambda x: x.permute(2, 0, 1),
+    "gaps": lambda x: x[:, :, ::2],
+    "permuted with gaps": lambda x: x[:, :, ::2].permute(2, 0, 1),
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_have_the_layout_that_torch_compile_was_told(device_type, layout):
+    a, b = (LAYOUTS[layout](x) for x in random_tensors([(6, 4, 8), (6, 4, 8)], torch.float32, device_type))
+    given = (torch.tensor(1.5, device=device_type), [a], [b], True, True)
+    torch.library.opcheck(torch.ops.pfl_ext.squared_distance_backward, given)
+    op = OPS["squared_distance_backward"]
+    found, reference = op(*given), op.reference(*given)
+    for x, y in zip(found, reference, strict=True):
+        assert x.stride() == y.stride()
+    assert_same_bits(found, reference)
 
 
 def test_a_compiled_step_gives_the_same_bits(device_type):

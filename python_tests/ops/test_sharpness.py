@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from pfl_ext import _native
 from pfl_ext.ops import layer_groups, lwsam_perturb_, personalization_scores, restore_
@@ -198,8 +200,9 @@ def test_a_zero_gradient_changes_nothing(device, dtype, p, norm):
     params[0][1] = math.nan
     before = clones(params)
     lwsam_perturb_(params, [torch.zeros_like(w) for w in params], rho=0.5, p=p, norm=norm)
-    if math.isinf(p):  # no norm there: zero is added
-        params[0][0] = -0.0
+    if math.isinf(p):  # no norm there: zero is added, which makes -0 zero and any NaN the device's own
+        assert params[0][0] == 0 and params[0][1].isnan()
+        params[0][:2] = before[0][:2]
     assert_same_bits(params, before)
 
 
@@ -302,6 +305,42 @@ def test_mixed_types_share_one_norm(device):
     assert_moved_by(params, before, exact_step(grads, range(4), [1] * 4, 3.0, 2.0, "global"), 2.0)
     restore_(params, backup)
     assert_same_bits(params, before)
+
+
+class Copies(TorchFunctionMode):
+    """Whether each copy between devices waits, by the device that it goes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to and args[0].device.type != torch.device(args[1]).type:
+            self.waits.append((torch.device(args[1]).type, not (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **kwargs or {})
+
+
+def test_scores_are_waited_for_on_their_way_to_the_cpu_and_nowhere_else():
+    with FakeTensorMode(), Copies() as copies:
+        for here, there in (("cpu", "cuda"), ("cuda", "cpu")):
+            w, g = torch.zeros(3, device=here), torch.ones(3, device=here)
+            lwsam_perturb_([w], [g], torch.ones(1, dtype=torch.float64, device=there))
+    assert copies.waits == [("cpu", True), ("cuda", False)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_scores_may_be_on_another_device(here, there):
+    given = torch.tensor([0.25, 0.75], dtype=torch.float64, device=there)
+    found = []
+    for scores in (given.to(here), given, given.tolist(), given.pin_memory() if there == "cpu" else given):
+        params, grads = problem(torch.float32, here, [3000, 17])
+        lwsam_perturb_(params, grads, scores)
+        if isinstance(scores, torch.Tensor) and scores.is_pinned():
+            scores.fill_(math.nan)
+        found.append(params)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
 
 
 def test_no_tensors_and_only_empty_tensors(device):
@@ -440,6 +479,16 @@ def x3():
     return torch.tensor([1.0, 2.0, 3.0])
 
 
+def backed_up_into_the_gradient(w):
+    grads = torch.ones(16, device=w.device)
+    lwsam_perturb_([w], [grads[:3]], backup=grads.view(torch.uint8))
+
+
+def backed_up_into_the_scores(w, g):
+    scores = torch.ones(8, dtype=torch.float64, device=w.device)
+    lwsam_perturb_([w], [g], scores[:1], backup=scores.view(torch.uint8))
+
+
 BAD_CALLS = {
     "negative rho": (lambda w, g: lwsam_perturb_([w], [g], rho=-0.1), "rho is -0.1"),
     "infinite rho": (lambda w, g: lwsam_perturb_([w], [g], rho=math.inf), "rho is inf"),
@@ -452,25 +501,39 @@ BAD_CALLS = {
         "1 < p < infinity",
     ),
     "norm": (lambda w, g: lwsam_perturb_([w], [g], norm="tensor"), "norm='tensor'"),
-    "shape": (lambda w, g: lwsam_perturb_([w, x3()], [g, g[:2]]), r"tensor 1 of grads is float32 \[2\]"),
+    "shape": (lambda w, g: lwsam_perturb_([w, w.clone()], [g, g[:2]]), r"tensor 1 of grads is float32 \[2\]"),
     "dtype": (lambda w, g: lwsam_perturb_([w], [g.double()]), "tensor 0 of grads is float64"),
     "device": (lambda w, g: lwsam_perturb_([w], [g.to("meta")]), "of grads .* on meta"),
     "integers": (lambda w, g: lwsam_perturb_([w, w.long()], [g, g.long()]), "tensor 1 of params is int64"),
     "length": (lambda w, g: lwsam_perturb_([w], [g, g]), "2 grads for 1 params"),
     "no gradient": (lambda w, g: lwsam_perturb_([w], [None]), "tensor 0 of grads is a NoneType"),
-    "scores": (lambda w, g: lwsam_perturb_([w, x3()], [g, g], [1.0]), "the group of tensor 1 is 1; 0 to 0"),
+    "scores": (lambda w, g: lwsam_perturb_([w, w.clone()], [g, g], [1.0]), "the group of tensor 1 is 1; 0 to 0"),
     "shape of scores": (lambda w, g: lwsam_perturb_([w], [g], torch.ones(1, 1)), r"scores are float64 \[1, 1\]"),
     "groups": (lambda w, g: lwsam_perturb_([w], [g], groups=[0, 1]), "2 group indices for 1 tensors"),
-    "negative group": (lambda w, g: lwsam_perturb_([w, x3()], [g, g], groups=[0, -1]), "group of tensor 1 is -1"),
+    "negative group": (lambda w, g: lwsam_perturb_([w, w.clone()], [g, g], groups=[0, -1]), "group of tensor 1 is -1"),
     "twice": (lambda w, g: lwsam_perturb_([w, w], [g, g]), "overlap in memory"),
     "overlap": (lambda w, g: lwsam_perturb_([w[:2], w[1:]], [g[:2], g[1:]]), "overlap in memory"),
     "shifted gradient": (lambda w, g: lwsam_perturb_([w[:2]], [w[1:]]), "overlap in memory"),
     "expanded": (lambda w, g: lwsam_perturb_([w[:1].expand(3)], [g]), "is expanded"),
+    "over itself": (lambda w, g: lwsam_perturb_([w.as_strided((2, 2), (1, 1))], [g.new_ones(2, 2)]), "overlaps itself"),
+    "restore over itself": (
+        lambda w, g: restore_([w.as_strided((2, 2), (1, 1))], w.new_zeros(64, dtype=torch.uint8)),
+        "overlaps itself",
+    ),
+    "backup is gradient": (lambda w, g: backed_up_into_the_gradient(w), "overlap in memory"),
+    "backup holds scores": (lambda w, g: backed_up_into_the_scores(w, g), "overlap in memory"),
+    "scores are params": (
+        lambda w, g: lwsam_perturb_([x := w.double()], [g.double()], x[:1]),
+        "overlap in memory",
+    ),
+    "far group": (lambda w, g: lwsam_perturb_([w], [g], groups=[2**33], norm="layer"), "8589934593 layers; at most"),
+    "far group of scores": (lambda w, g: personalization_scores([w], [g], [2**33]), "8589934593 layers; at most"),
+    "farther group": (lambda w, g: personalization_scores([w], [g], [2**70]), "layers; at most 1048576 are accepted"),
     "small backup": (
-        lambda w, g: lwsam_perturb_([w], [g], backup=torch.zeros(12, dtype=torch.uint8)),
+        lambda w, g: lwsam_perturb_([w], [g], backup=w.view(torch.uint8).clone()),
         "at least 64 bytes",
     ),
-    "restore small": (lambda w, g: restore_([w], torch.zeros(12, dtype=torch.uint8)), "at least 64 bytes"),
+    "restore small": (lambda w, g: restore_([w], w.view(torch.uint8).clone()), "at least 64 bytes"),
     "restore wrong": (lambda w, g: restore_([w], [w]), "what lwsam_perturb_ returned"),
     "no models": (lambda w, g: personalization_scores([], []), "0 tensors in 0 groups"),
     "models": (lambda w, g: personalization_scores([w], [g[:2]]), "tensor 0 of b"),
@@ -533,7 +596,7 @@ def test_a_compiled_step_gives_the_same_bits(device_type):
 
 
 def test_fake_tensors_on_a_cuda_device_need_no_gpu():
-    with torch._subclasses.FakeTensorMode():
+    with FakeTensorMode():
         params = [torch.empty(5, 3, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         grads = [torch.empty_like(w) for w in params]
         scores = personalization_scores(params, grads)

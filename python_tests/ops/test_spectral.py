@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pfl_ext import _native
 from pfl_ext.ops import SpectralTeacher, spectral, spectral_divergence, spectrum
@@ -300,6 +301,26 @@ def results_of(run, args):
     return [*([result] if isinstance(result, torch.Tensor) else result or []), *args[:1]]
 
 
+class Seen(TorchDispatchMode):
+    """The names of the ops that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_references_are_plain_torch(device_type):
+    for name, args in op_arguments(device_type).items():
+        with Seen() as seen:
+            OPS[name].reference(*args)
+        assert seen.names, name
+        assert not [op for op in seen.names if op.startswith("pfl_ext")], name
+
+
 PASSES = ["spectral_teacher", "half_spectrum_divergence_", "spectral_scale_gradient"]
 
 
@@ -311,6 +332,25 @@ def test_native_kernel_agrees_with_the_reference(device, name, dtype):
         for a, b in zip(*(results_of(run, op_arguments(device, d, dtype)[name]) for run in runs), strict=True):
             scale = max(1.0, float(b.abs().max()))
             torch.testing.assert_close(a, b, rtol=0, atol=16 * torch.finfo(dtype).eps * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [12, 1023, 16388, PRIME])
+def test_the_whole_divergence_agrees_with_the_reference(device, dtype, d):
+    p, q = weights(2, d, dtype=dtype, device=device), weights(1, d, dtype=dtype, device=device, seed=1)
+    count = spectral._entries(0.8, d)
+    log_q, total = OPS["spectral_teacher"].reference(OPS["real_dft"].reference(q, d), d, count)
+    for form, tensors in itertools.product(range(len(FORMS)), ([p], [p[:, :3].contiguous(), p[:, 3:].contiguous()])):
+        given = (tensors, 2, log_q, total, d, count, form, True)
+        (loss, grad), (expected, expected_grad) = (
+            OPS["spectral_divergence"](*given),
+            (OPS["spectral_divergence"].reference(*given)),
+        )
+        error = fft_error(d, dtype)
+        assert ((loss - expected).abs() <= error * magnitude_of_terms(p, q, 0.8, FORMS[form])).all()
+        # As above: a transform's error in a small magnitude is a large part of its logarithm.
+        smallest = kept(p, 0.8).min() / kept(p, 0.8).mean()
+        assert (grad - expected_grad).norm() <= 10 * error / smallest * expected_grad.norm()
 
 
 def test_the_cpu_library_serves_every_op():
@@ -572,6 +612,17 @@ def test_every_op_of_the_family_is_checked():
     assert set(op_arguments("cpu")) == {
         name for name, op in OPS.items() if op.reference.__module__.endswith("spectral")
     }
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_opcheck_of_views(device_type, clients):
+    gaps = weights(8, 2 * clients, device=device_type)[:, ::2].T
+    for x in (gaps, gaps.T.contiguous().T, gaps[:, :5]):
+        torch.library.opcheck(OPS["spectral_scale_gradient"].overload, (x, x[:, 0]))
+        assert OPS["spectral_scale_gradient"].reference(x, x[:, 0]).is_contiguous()
+        half = torch.fft.rfft(x, n=16).T.contiguous().T
+        torch.library.opcheck(OPS["real_dft"].overload, (x, 16))
+        torch.library.opcheck(OPS["real_idft"].overload, (half, 16, 5))
 
 
 def test_the_public_functions_compile_without_a_graph_break(device):

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from pfl_ext.ops import layer_groups, lwsam_perturb_, personalization_scores, restore_
 from pfl_ext.optim import LWSAM, SAM
@@ -251,3 +253,34 @@ def test_the_order_of_the_steps_is_checked():
         optimizer.first_step()
     with pytest.raises(RuntimeError, match="perturbed"):
         optimizer.state_dict()
+
+
+class Waits(TorchFunctionMode):
+    """What makes the host wait for a GPU: numbers from Python put there, and copies that are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        given = kwargs or {}
+        placed = func is torch.tensor and torch.device(given.get("device") or "cpu").type != "cpu"
+        copied = func is torch.Tensor.to and args[0].is_cpu and not given.get("non_blocking")
+        if placed or copied or (func is torch.Tensor.__getitem__ and isinstance(args[1], list)):
+            self.found.append(func)
+        return func(*args, **given)
+
+
+@pytest.mark.parametrize("kind", [SAM, LWSAM])
+def test_several_radii_do_not_wait_for_a_gpu(kind):
+    with FakeTensorMode():
+        params = [torch.zeros(3, device="cuda", requires_grad=True) for _ in range(2)]
+        for w in params:
+            w.grad = torch.ones_like(w)
+        optimizer = kind(
+            [{"params": [w], "rho": r} for w, r in zip(params, (0.1, 0.2), strict=True)], torch.optim.SGD, lr=0.1
+        )
+        optimizer._layers()
+        with Waits() as waits:
+            optimizer.first_step()
+    assert waits.found == []

@@ -461,8 +461,9 @@ void weight_gradient(const ConvolutionShape& s, int64_t begin, int64_t end, cons
         const int64_t at = (n * s.cells() + cell) * s.outputs + first;
         for (int64_t o = 0; o < outputs; ++o) {
           // Written in any case and counted only if it is one, which takes no branch.
-          terms[o * most + count[o]] = {grad[at + o], offsets[which[at + o]]};
-          count[o] += which[at + o] < 4;
+          const bool counts = which[at + o] < 4;
+          terms[o * most + count[o]] = {grad[at + o], offsets[counts ? which[at + o] : 4]};
+          count[o] += counts;
         }
       }
       for (int64_t o = 0; o < outputs; ++o) {

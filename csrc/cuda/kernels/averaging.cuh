@@ -53,19 +53,22 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   });
 }
 
-// sum += weight * x, with sum in the accumulate type.
+// sum += weight * x, with sum in the accumulate type. By the width of a vector of sums: by that of half types, a warp
+// would touch every sector of the sums several times.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     accumulate_kernel(const __grid_constant__ ListArguments args) {
   using A = accumulate_t<T>;
   const Chunk chunk = find_chunk(args, blockIdx.x);
   const A weight = static_cast<A>(args.scalar);
-  A* sum = chunk.pointer<A>(0);
-  for_each_in_chunk<T>(chunk, [&](auto width, int64_t i) {
+  for_each_in_chunk<A>(chunk, [&](auto width, int64_t i) {
     constexpr int N = decltype(width)::value;
     const Pack<T, N> x = *reinterpret_cast<const Pack<T, N>*>(chunk.pointer<const T>(1) + i);
+    Pack<A, N>* place = reinterpret_cast<Pack<A, N>*>(chunk.pointer<A>(0) + i);
+    Pack<A, N> sum = *place;
 #pragma unroll
-    for (int k = 0; k < N; ++k) sum[i + k] = sum[i + k] + weight * to_accumulate(x.values[k]);
+    for (int k = 0; k < N; ++k) sum.values[k] = sum.values[k] + weight * to_accumulate(x.values[k]);
+    *place = sum;
   });
 }
 
@@ -140,7 +143,7 @@ void launch_accumulate(const std::vector<int64_t>& sizes, const std::vector<void
       words[0] = word_of(sums[t]);
       words[1] = word_of(x[t]);
     };
-    const auto aligned = [&](int64_t t) { return is_vector_aligned(x[t]); };
+    const auto aligned = [&](int64_t t) { return is_vector_aligned(x[t]) && is_vector_aligned(sums[t]); };
     const int64_t grid = fill_slots(plan, sizes, 2, pointers_of, aligned, &args);
     launch(accumulate_kernel<T>, grid, args);
   }

@@ -96,9 +96,9 @@ __device__ inline Chunk find_chunk(const ListArguments& args, int64_t block) {
   return chunk;
 }
 
-// N elements moved as one access where N * sizeof(T) is 16 bytes, and as N accesses otherwise.
+// N elements moved as one access: N * sizeof(T) is a power of two of at most 16 bytes.
 template <typename T, int N>
-struct alignas(N * sizeof(T) == kVectorBytes ? kVectorBytes : alignof(T)) Pack {
+struct alignas(N * sizeof(T)) Pack {
   T values[N];
 };
 

@@ -67,9 +67,16 @@ __device__ inline void for_each_bin(const SpectralArguments& args, int64_t bins,
   for (int64_t k = begin + threadIdx.x; k < end; k += kThreads) body(row, k);
 }
 
+// A bin's two parts, in one access.
 template <typename A>
-__device__ inline Complex<A>* bin_of(const SpectralArguments& args, int64_t row, int64_t k) {
-  return static_cast<Complex<A>*>(args.spectrum) + row * args.range.half() + k;
+__device__ inline Pack<A, 2>* bin_of(const SpectralArguments& args, int64_t row, int64_t k) {
+  return static_cast<Pack<A, 2>*>(args.spectrum) + row * args.range.half() + k;
+}
+
+template <typename A>
+__device__ inline Polar<A> polar_of(const Pack<A, 2>* bin) {
+  const Pack<A, 2> parts = *bin;
+  return to_polar(Complex<A>{parts.values[0], parts.values[1]});
 }
 
 __device__ inline void store_partial(const SpectralArguments& args, Sums mine) {
@@ -84,7 +91,7 @@ template <typename A>
 __global__ void __launch_bounds__(kThreads) sums_kernel(const __grid_constant__ SpectralArguments args) {
   Sums mine = {0, 0};
   for_each_bin(args, args.range.bins(), [&](int64_t row, int64_t k) {
-    const Polar<A> p = to_polar(*bin_of<A>(args, row, k));
+    const Polar<A> p = polar_of(bin_of<A>(args, row, k));
     const A log_q = static_cast<const A*>(args.log_q)[row * args.teacher_stride + k];
     const A weight = static_cast<A>(args.range.weight(k));
     mine.z += static_cast<double>(weight * p.magnitude);
@@ -108,16 +115,16 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
 template <typename A>
 __global__ void __launch_bounds__(kThreads) seed_kernel(const __grid_constant__ SpectralArguments args) {
   for_each_bin(args, args.range.half(), [&](int64_t row, int64_t k) {
-    Complex<A>* bin = bin_of<A>(args, row, k);
+    Pack<A, 2>* bin = bin_of<A>(args, row, k);
     if (k >= args.range.bins()) {
-      *bin = {A(0), A(0)};
+      *bin = {{A(0), A(0)}};
       return;
     }
-    const Polar<A> p = to_polar(*bin);
+    const Polar<A> p = polar_of(bin);
     const A log_q = static_cast<const A*>(args.log_q)[row * args.teacher_stride + k];
     const A scale = static_cast<A>(args.coefficients[2 * row]), offset = static_cast<A>(args.coefficients[2 * row + 1]);
     const A slope = scale * ((p.log - log_q) + offset) * static_cast<A>(args.range.share(k));
-    *bin = {slope * p.direction.re, slope * p.direction.im};
+    *bin = {{slope * p.direction.re, slope * p.direction.im}};
   });
 }
 
@@ -125,7 +132,7 @@ template <typename A>
 __global__ void __launch_bounds__(kThreads) teacher_kernel(const __grid_constant__ SpectralArguments args) {
   Sums mine = {0, 0};
   for_each_bin(args, args.range.bins(), [&](int64_t row, int64_t k) {
-    const Polar<A> q = to_polar(*bin_of<A>(args, row, k));
+    const Polar<A> q = polar_of(bin_of<A>(args, row, k));
     const bool zero = q.magnitude == A(0);
     static_cast<A*>(args.log_q)[row * args.range.bins() + k] = zero ? log_scaled<A>(A(1), 1) : q.log;
     const A weight = static_cast<A>(args.range.weight(k));
