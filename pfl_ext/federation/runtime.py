@@ -75,6 +75,7 @@ class ClientRuntime:
         self.model = plan.working_model()
         self.server: Vectors = {}
         self._personal = "personal" in self.method.stages
+        self._uplink = ThreadPoolExecutor(1, "upload")  # its thread begins with the first upload
         stays = self.model.local | self.model.server
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
         self._stages: dict[Stage, Callable[[Task, Client, Vectors], Reply]] = {
@@ -155,10 +156,11 @@ class ClientRuntime:
             self._train_personally(client, received, sent)
             delivered = self.deliver(task, "sent", sent)
         else:
-            with ThreadPoolExecutor(1, "upload") as uplink:
-                arriving = uplink.submit(self.deliver, task, "sent", sent)
+            arriving = self._uplink.submit(self.deliver, task, "sent", sent)
+            try:
                 self._train_personally(client, received, sent)
-            delivered = arriving.result()
+            finally:
+                delivered = arriving.result()
         reply = Reply(client.index, delivered, report=client.report)
         if self.method.buffer is None:
             self._commit(client)
