@@ -102,9 +102,9 @@ class APFL(Method):
         server["model"] = uploads.average(equally=True)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mixture of w with v_k once that is there."""
+        """The mixture of w with v_k; w for a client that never took part."""
         if "local" not in client:
-            return {}
+            return {"personal": received["model"]}
         parameters, alpha = slice(client.model.parameters), float(client["alpha"])
         mixed = client["local"].clone()
         mixed[parameters] = alpha * mixed[parameters] + (1 - alpha) * received["model"][parameters]

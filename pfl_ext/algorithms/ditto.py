@@ -63,4 +63,4 @@ class Ditto(NewClients, Method):
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """v_k."""
-        return {"personal": client["personal"]}
+        return {"personal": self.personal_of(client, received["model"])}

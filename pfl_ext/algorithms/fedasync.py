@@ -33,7 +33,7 @@ class FedAsync(Ditto):
 
     alpha: float = option(0.6, "alpha, how much of an upload without staleness is mixed in")
     staleness: str = option("polynomial", "s, how staleness counts", choices=("constant", "polynomial", "hinge"))
-    a: float = option(0.5, "a of the polynomial and of the hinge (there 10 in the paper)")
+    a: float | None = option(None, "a of the polynomial and of the hinge (default: the paper's, 0.5 and 10)")
     b: float = option(4.0, "b of the hinge")
     rho: float = option(0.005, "weight of the proximal term of the local training")
 
@@ -41,8 +41,9 @@ class FedAsync(Ditto):
         """Check the options."""
         super().__post_init__()
         self.check("alpha", 0 < self.alpha <= 1, "above 0, up to 1")
-        for name in ("a", "b", "rho"):
+        for name in ("b", "rho"):
             self.check(name, getattr(self, name) >= 0, "not negative")
+        self.check("a", self.a is None or self.a >= 0, "not negative")
 
     @property
     def buffer(self) -> int:
@@ -60,8 +61,8 @@ class FedAsync(Ditto):
         if self.staleness == "constant":
             return 1.0
         if self.staleness == "polynomial":
-            return float((staleness + 1) ** -self.a)
-        return 1.0 if staleness <= self.b else 1 / (self.a * (staleness - self.b) + 1)
+            return float((staleness + 1) ** -(0.5 if self.a is None else self.a))
+        return 1.0 if staleness <= self.b else 1 / ((10.0 if self.a is None else self.a) * (staleness - self.b) + 1)
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Mix what has arrived into the model."""

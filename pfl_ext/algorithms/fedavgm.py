@@ -19,8 +19,9 @@ class FedAvgM(Method):
 
     .. math::
         w_k &\leftarrow \text{E epochs of SGD on } L_k \text{ from } w \\
-        v &\leftarrow \beta v + \sum_k \tfrac{n_k}{n} (w - w_k) \\
-        w &\leftarrow w - v
+        g &= \sum_k \tfrac{n_k}{n} (w - w_k) \\
+        v &\leftarrow \beta v + g \\
+        w &\leftarrow w - \eta_s v, \quad \text{or } w - \eta_s (g + \beta v) \text{ (Nesterov, as in the paper)}
 
     Buffers are averaged without momentum: a running variance that overshoots would be negative.
     """
@@ -28,11 +29,14 @@ class FedAvgM(Method):
     name = "fedavgm"
 
     server_momentum: float = option(0.9, "beta, momentum of the server; 0 is FedAvg")
+    server_lr: float = option(1.0, "eta_s, step size of the server")
+    nesterov: bool = option(False, "Nesterov's form of the momentum")
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         self.check("server_momentum", 0 <= self.server_momentum < 1, "from 0 to below 1")
+        self.check("server_lr", self.server_lr > 0, "above 0")
 
     def set_up(self, server: Server) -> None:
         """w, and v for its parameters."""
@@ -49,6 +53,12 @@ class FedAvgM(Method):
         """Step by the velocity."""
         carried = self.server_momentum * server["velocity"]
         mean, parameters = uploads.average(), slice(len(carried))
-        server["velocity"] = carried + (server["model"] - mean)[parameters]
-        mean[parameters] -= carried  # w - v, where w - (w - mean) would not be the mean to the last bit
+        w = server["model"][parameters]
+        g = w - mean[parameters]
+        server["velocity"] = carried + g
+        beyond = self.server_momentum * server["velocity"] if self.nesterov else carried
+        if self.server_lr == 1:
+            mean[parameters] -= beyond  # w - g is the mean: computed, it would not be to the last bit
+        else:
+            mean[parameters] = w - self.server_lr * (g + beyond)
         server["model"] = mean

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pfl_ext.federation import Client, Server, Steps, Uploads, option
@@ -24,7 +25,8 @@ class FedBuff(Ditto):
     .. math:: w \leftarrow w + \eta_g \frac{1}{K} \sum_k \frac{1}{\sqrt{1 + \tau_k}} \Delta_k
 
     A round is one such step. A client that has sent begins anew at once, full buffer or not. Personal epochs 0 is
-    FedBuff alone.
+    FedBuff alone. Buffers of the network, such as running variances, are sent as they are and averaged: sums of old
+    differences would make them negative.
     """
 
     name = "fedbuff"
@@ -42,9 +44,16 @@ class FedBuff(Ditto):
         """Train a copy of the global model; its difference to it is sent."""
         client.model.load(received["model"])
         client.report["loss"] = Steps(client, self).train()
-        return {"difference": client.model.state() - received["model"]}
+        change, parameters = client.model.state(), slice(client.model.parameters)
+        change[parameters] -= received["model"][parameters]
+        return {"change": change}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """A step along the mean of the differences, each the shorter the older it is."""
         weights = [self.server_lr / len(uploads) / (1 + age) ** 0.5 for age in uploads.staleness]
-        server["model"] = server["model"] + uploads.sum("difference", weights)
+        model, parameters = server["model"] + uploads.sum("change", weights), server.model.parameters
+        if parameters < len(model):
+            # Those that the clients do not send stay as they are.
+            buffers = torch.where(server.model.stays, server["model"], uploads.average("change", equally=True))
+            model[parameters:] = buffers[parameters:]
+        server["model"] = model

@@ -17,7 +17,7 @@ __all__ = ["FedDyn"]
 class FedDyn(Method):
     r"""FedDyn (Acar et al., 2021), Algorithm 1: a dynamic regulariser at the clients.
 
-    With m clients, of which P are selected:
+    With m clients that can be selected, of which P are:
 
     .. math::
         \theta_k &\leftarrow \arg\min_v \approx L_k(v) - \langle g_k, v \rangle
@@ -63,7 +63,7 @@ class FedDyn(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, and take away h."""
         mean, parameters = uploads.average(equally=True), slice(len(server["h"]))
-        share = len(uploads) / server.clients
+        share = len(uploads) / server.members
         server["h"] = server["h"] - self.alpha * share * (mean - server["model"])[parameters]
         mean[parameters] -= server["h"] / self.alpha
         server["model"] = mean

@@ -42,15 +42,17 @@ class FedGen(Method):
 
     .. math:: \mathbb{E}_{y \sim \hat p,\, z \sim G(\cdot | y)}\,
         \mathrm{CE}\big(y, \tfrac{1}{|S|} \textstyle\sum_{k \in S} h(z; \theta^p_k)\big)
-        + \gamma \exp\big(-\mathrm{mean}_{i, j}\, \|\epsilon_i - \epsilon_j\| \|z_i - z_j\|\big),
+        + \gamma \exp\Big(-\mathrm{mean}_{i, j}\,
+        \tfrac1e \|\epsilon_i - \epsilon_j\|_2^2\; \tfrac1d \|z_i - z_j\|_1\Big),
 
-    in which :math:`\epsilon` is the noise that :math:`z = G(\epsilon, y)` is made of.
+    in which :math:`\epsilon`, e numbers, is the noise that :math:`z = G(\epsilon, y)`, d numbers, is made of.
 
     Readings. The generator is a perceptron of one hidden layer with ReLU on noise and label, without the authors' batch
     normalisation, so that a feature depends on its own noise alone. Its second term, which keeps the features of a
-    label from becoming one, is in the authors' code. Adam starts anew in each round. In the first round the generator
-    has learnt nothing and clients train without it, as theirs do. Their code also matches outputs on real labels and
-    lets :math:`\lambda` decay: not here.
+    label from becoming one, is in the authors' code, as here with means over the numbers of noise and of features:
+    with norms in their place the exponent is about -20 at real sizes, and the term has no gradient to speak of. Adam
+    starts anew in each round. In the first round the generator has learnt nothing and clients train without it, as
+    theirs do. Their code also matches outputs on real labels and lets :math:`\lambda` decay: not here.
     """
 
     name = "fedgen"
@@ -156,7 +158,7 @@ class FedGen(Method):
             z = generator(given)
             logits = torch.stack([functional_call(head, some, (z,)) for some in heads]).mean(0)
             understood = F.cross_entropy(logits, labels)
-            apart = torch.exp(-(_distances(given[:, : self.noise]) * _distances(z)).mean())
+            apart = diversity(given[:, : self.noise], z)
             adam.zero_grad()
             (understood + self.diversity * apart).backward()
             adam.step()
@@ -164,6 +166,8 @@ class FedGen(Method):
         server["generator"] = generator.state()
 
 
-def _distances(points: Tensor) -> Tensor:
-    """The distances of all pairs of rows, with a gradient where they are equal too."""
-    return (points[:, None] - points).square().sum(-1).add(1e-12).sqrt()
+def diversity(noise: Tensor, features: Tensor) -> Tensor:
+    """The term that keeps features apart whose noise is: 1 where all features are one, towards 0 the further apart."""
+    between_noise = (noise[:, None] - noise).square().mean(-1)
+    between_features = (features[:, None] - features).abs().mean(-1)
+    return torch.exp(-(between_noise * between_features).mean())

@@ -58,7 +58,6 @@ class FedRoD(NewClients, Method):
         """Check the options."""
         super().__post_init__()
         self.check("gamma", self.gamma >= 0, "not negative")
-        self.check("weight_decay", self.weight_decay == 0, "0: the sum of two heads is trained, it would decay both")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -83,8 +82,10 @@ class FedRoD(NewClients, Method):
         model, head = client.model, client.model.part(self.head)
         generic = head.of(sent["model"])
         model.load(sent["model"])
+        # Weight decay of phi alone: what is trained is the sum of both heads, which it draws to the generic one.
+        anchor = [p.detach().clone() for p in head.parameters]
         head.write(generic + client["head"])
-        steps = Steps(client, self, params=head.parameters)
+        steps = Steps(client, self, params=head.parameters, anchor=anchor, lam=self.weight_decay, weight_decay=0.0)
         client.report["personal_loss"] = steps.train(epochs=self.personal_epochs, batches="personal")
         body = (~head).of(sent["model"])
         client["head"], client["personal"] = head.read() - generic, model.whole((~head, body), (head, head.read()))
@@ -95,4 +96,4 @@ class FedRoD(NewClients, Method):
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The personal model."""
-        return {"personal": client["personal"]}
+        return {"personal": self.personal_of(client, received["model"])}

@@ -25,7 +25,7 @@ class MTL(Method):
     .. math:: v_k \leftarrow v_k - \eta\, (\nabla L_k(v_k) + \lambda (v_k - \bar v)),
 
     with the :math:`\bar v` it received. It sends that mean plus the change of its own model; the server moves the mean
-    over all m clients by the changes of those selected.
+    over all m clients that can be selected by the changes of those that were.
 
     Readings. Smith et al. learn which tasks are related, for convex losses; this mean is the simplest relation.
     PerAda's table has MTL train and send one full model a client and says no more. There is no global model.
@@ -63,7 +63,7 @@ class MTL(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Move the mean by the changes of all m models, of which those of clients not selected are zero."""
         change = uploads.average("mean", equally=True) - server["mean"]
-        server["mean"] = server["mean"] + len(uploads) / server.clients * change
+        server["mean"] = server["mean"] + len(uploads) / server.members * change
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """v_k."""

@@ -30,6 +30,10 @@ class NewClients(Options):
         """Beside the upload, and after the last round where new clients fine-tune."""
         return ("personal", "finish") if self.fine_tune_epochs else ("personal",)
 
+    def personal_of(self, client: Client, state: Tensor) -> Tensor:
+        """The client's personal model; the global one, as it is now, for a client that never took part."""
+        return client["personal"] if "personal" in client else state  # noqa: SIM401 (not a dictionary)
+
     def fine_tune_if_new(self, client: Client, state: Tensor) -> None:
         """Fine-tune a global model, where the client has no personal one yet."""
         if "personal" not in client:

@@ -67,15 +67,15 @@ class PerFedAvg(Method):
         params: list[Tensor] = list(model.trained)
         steps, losses = Steps(client, self), []
         model.module.train()
-        batches = [
-            client.batches(self.batch_size, name=name, **local_length(self)) for name in ("inner", "batches", "hessian")
-        ]
-        for inner, outer, hessian in zip(*batches, strict=True):
+        names = ("inner", "batches", "hessian") if self.variant == "hf" else ("inner", "batches")
+        for inner, outer, *third in zip(
+            *(client.batches(self.batch_size, name=name, **local_length(self)) for name in names), strict=True
+        ):
             w = [p.detach().clone() for p in params]
             _add(params, w, -self.alpha, steps.gradients(inner)[1])
             loss, g = steps.gradients(outer)
             meta = g
-            if self.variant == "hf":
+            for hessian in third:
                 _add(params, w, self.delta, g)
                 ahead = steps.gradients(hessian)[1]
                 _add(params, w, -self.delta, g)

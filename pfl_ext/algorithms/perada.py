@@ -88,5 +88,5 @@ class PerAda(DistillingMethod):
         server["model"] = distil(server, self, w, lambda: uploads.each("model"))  # lines 19 to 22
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(u, v_m)."""
-        return {"personal": client["personal"]}
+        """(u, v_m); (u, w) for a client that never took part."""
+        return {"personal": client["personal"] if "personal" in client else received["model"]}

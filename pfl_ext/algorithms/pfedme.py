@@ -100,5 +100,5 @@ class PFedMe(Method):
         server["model"] = mean
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """theta_k once it is there."""
-        return {"personal": client["personal"]} if "personal" in client else {}
+        """theta_k; w for a client that never took part."""
+        return {"personal": client["personal"] if "personal" in client else received["model"]}

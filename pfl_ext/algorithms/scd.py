@@ -117,4 +117,4 @@ class SCD(NewClients, Method):
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The personal model."""
-        return {"personal": client["personal"]}
+        return {"personal": self.personal_of(client, received["model"])}

@@ -14,7 +14,8 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.metrics import classification_metrics, mean_metrics, summarize
 
 from .engine import Engine
-from .messages import Reply, SharedTest, Task
+from .messages import Diverged, Reply, SharedTest, Task
+from .rounds import diverged
 from .settings import Settings
 
 __all__ = ["SPLITS", "ClientResult", "Evaluator"]
@@ -79,6 +80,8 @@ class Evaluator:
         splits = SPLITS if self.settings.evaluate_train else SPLITS[1:]
         costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
         replies = list(self.engine.run([Task(k, t, "evaluate") for k in clients], costs))
+        for reply in replies:
+            diverged(self.settings, reply)  # where such clients are dropped, what they have no results of is missing
         late = self.settings.new_clients > 0
         results = [
             ClientResult(k, self.sizes[k], k >= self._old if late else None, replies[k].metrics, dict(reports[k]))
@@ -89,14 +92,14 @@ class Evaluator:
             shared = found["models"].setdefault("global", {})
             # Extra test sets once, after the last round: they may be large.
             for test in self.tests if t == self.settings.rounds else ("global_test",):
-                metrics = self._of_global_model(test)
+                metrics = self._of_global_model(t, test)
                 if metrics:
                     shared[test] = metrics
         if late:
             found["new_clients"] = self._summaries(replies[self._old :])
         return found, results
 
-    def _of_global_model(self, test: str) -> dict[str, float]:
+    def _of_global_model(self, t: int, test: str) -> dict[str, float]:
         """Metrics of the global model on a test set: the mean over its parts."""
         found = []
         for part, (_, rows) in enumerate(self.tests.get(test, ())):
@@ -106,6 +109,8 @@ class Evaluator:
                 logits, targets = (
                     torch.cat([self.engine.fetch(x) for x in both]) for both in zip(*outputs, strict=True)
                 )
+                if bool(logits.isnan().any()):
+                    raise Diverged(None, t, f"global model's output on {test}")
                 found.append(classification_metrics(logits, targets))
         return mean_metrics(found)
 

@@ -26,7 +26,7 @@ from .messages import Diverged, Task
 from .method import Method
 from .plan import Plan
 from .requirements import check_run, usable_device
-from .rounds import Asynchronous, Round, Synchronous, diverged, received
+from .rounds import Asynchronous, Round, Synchronous, diverged, members, received
 from .runtime import seed_layers, threads
 from .server import Server
 from .settings import Settings
@@ -193,7 +193,7 @@ class Federation:
 
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
-        self.server.round = t
+        self.server.round, self.server.members = t, members(self.settings, self.partition.clients, t)
         self.server.report.clear()
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
             seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)

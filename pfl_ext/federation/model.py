@@ -93,7 +93,7 @@ class WorkingModel:
         trained: the parameters that require gradients.
         size: how many numbers a state has.
         parameters: how many of them, the first ones, are parameters; buffers follow.
-        local, server: which of them are such buffers.
+        local, server, stays: which of them are such buffers; ``stays`` is both together.
         names, shapes: of the tensors that a state consists of.
     """
 
@@ -125,6 +125,7 @@ class WorkingModel:
         self.size, self.parameters = sum(self._sizes), sum(self._sizes[: len(trained)])
         self._inexact = [i for i, tensor in enumerate(self._tensors()) if not tensor.is_floating_point()]
         self.local, self.server = (self._buffers_of(types) for types in (local_buffers, server_buffers))
+        self.stays = self.local | self.server
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._parts: dict[frozenset[int], Part] = {}
         self._named: dict[tuple[str | type[nn.Module], ...], Part] = {}

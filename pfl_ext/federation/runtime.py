@@ -76,7 +76,7 @@ class ClientRuntime:
         self.server: Vectors = {}
         self._personal = "personal" in self.method.stages
         self._uplink = ThreadPoolExecutor(1, "upload")  # its thread begins with the first upload
-        stays = self.model.local | self.model.server
+        stays = self.model.stays
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
         self._stages: dict[Stage, Callable[[Task, Client, Vectors], Reply]] = {
             "train": self._train,
@@ -228,6 +228,12 @@ class ClientRuntime:
                 sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
             for split, parts in sets.items():
                 results = [client.logits(rows, data) for data, rows in parts if len(rows)]
+                if any(bool(logits.isnan().any()) for logits, _ in results):
+                    # NaN is no accuracy of 0: the model is named, or left out.
+                    reply.error = reply.error or Diverged(
+                        client.index, client.round, f"{name} model's output on {split}"
+                    )
+                    continue
                 if s.prediction_distance:
                     outputs[name, split] = [logits for logits, _ in results]
                 metrics = mean_metrics([classification_metrics(*result) for result in results])

@@ -30,6 +30,7 @@ class Server(dict[str, Tensor]):
 
     Attributes:
         clients: as given.
+        members: how many of them, the first ones, can be selected in this round: others join later or never.
         round: the round, from 1.
         report: numbers that the method reports of this round, for the tables of the run.
         auxiliary: unlabelled data, None where the run has none. Its targets say nothing.
@@ -46,7 +47,7 @@ class Server(dict[str, Tensor]):
     ) -> None:
         """See the class."""
         super().__init__()
-        self.clients = clients
+        self.clients = self.members = clients
         self.round = 0
         self.report: dict[str, float] = {}
         self.auxiliary, self.held_out = auxiliary, held_out

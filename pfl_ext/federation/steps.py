@@ -59,7 +59,7 @@ class Steps:
         client: whose working model is trained, from where it is.
         method: gives step size, momentum, weight decay, batch size and how long.
         params: the parameters to train in place of all; needs no anchor.
-        lr: step size in place of the method's.
+        lr, weight_decay: in place of the method's.
         anchor: w, a state of the whole model or a tensor for each parameter.
         lam: :math:`\lambda`.
         perturb: moves v before a second gradient of the same batch, which the step then takes; see :func:`sam`.
@@ -73,6 +73,7 @@ class Steps:
         *,
         params: Sequence[Tensor] | None = None,
         lr: float | None = None,
+        weight_decay: float | None = None,
         anchor: Tensor | Sequence[Tensor] | None = None,
         lam: float = 0.0,
         perturb: Perturb | None = None,
@@ -85,7 +86,11 @@ class Steps:
             anchor, lam = [], 0.0
         self._anchors = client.model.tensors(anchor) if isinstance(anchor, Tensor) else anchor
         self._momentum: list[Tensor | None] = [None] * len(self.params)
-        self._options = {"lr": method.lr if lr is None else lr, "lam": lam, "weight_decay": method.weight_decay}
+        self._options = {
+            "lr": method.lr if lr is None else lr,
+            "weight_decay": method.weight_decay if weight_decay is None else weight_decay,
+            "lam": lam,
+        }
         self._perturb, self._clip = perturb, clip
         self._backup: Tensor | None = None
         self._taken = 0
