@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from pfl_ext import nn
 from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
+from pfl_ext.engines import EngineOptions, make_engine
 from pfl_ext.federation import Federation, Settings, WorkingModel, stream
 
 from . import machine, many_clients, report, round_profile
@@ -149,7 +150,7 @@ def contestants(s: Setting, cores: Sequence[int]) -> list[Racer]:
 
 def _ours(s: Setting, workers: int) -> Outcome:
     run = _federation(s, workers)
-    record = run.run()
+    record = run.run()[-1]
     results = record["models"]["global"]
     reported = Reported(
         results["test"]["accuracy"]["weighted_mean"],
@@ -170,8 +171,9 @@ def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int)
 
 
 def _federation(s: Setting, workers: int) -> Federation:
-    settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, workers=workers, threads=1)
-    return Federation(_METHOD, s.network, s.dataset, s.partition, settings)
+    settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, threads=1)
+    engine = make_engine(EngineOptions(workers=workers))
+    return Federation(_METHOD, s.network, s.dataset, s.partition, settings, engine=engine)
 
 
 def _tensors(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
