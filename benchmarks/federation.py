@@ -440,7 +440,7 @@ def _race(arguments: argparse.Namespace) -> list[report.Row]:
         dataset, clients = load("mnist", arguments.data), 20
         fraction, repeats = arguments.fraction, arguments.repeats or 1
     s = setting(dataset, clients, fraction)
-    what = f"{s.train_samples:,} training samples of {dataset.name}".replace(",", "\u202f")
+    what = f"{s.train_samples:,}".replace(",", "\u202f") + f" training samples of {dataset.name}"
     cores = tuple(dict.fromkeys((machine.cores(), 1)))
     results = compare(s, contestants(s, cores), repeats, arguments.patience)
     for racer, _, reported in results:
