@@ -2,7 +2,7 @@
 
 20 clients, Dirichlet 0.1 by class, a quarter of each client's samples for its test, batches of 10, one local epoch,
 step size 0.005, the CNN of 582,026 parameters; after the round, training loss, test accuracy and AUC of all clients.
-The profile says where our round's time goes in one process.
+The profile says where our round's time goes in one process, the empty turn what a turn costs beside its steps.
 
 All contestants begin with the same weights and see the same batches, and end with the same model but for rounding:
 that is checked. What is timed is a round: not reading the data, making clients or starting processes. The columns of
@@ -32,9 +32,10 @@ from torch.nn import functional as F
 from pfl_ext import nn
 from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
+from pfl_ext.engines import EngineOptions, make_engine
 from pfl_ext.federation import Federation, Settings, WorkingModel, stream
 
-from . import machine, many_clients, report, round_profile
+from . import empty_turn, machine, many_clients, report, round_profile
 from .case import WrongResult
 from .measure import threads
 from .opponents.federation import ClientData, PFLlib, Reported, pfllib_network, tensor_round
@@ -42,13 +43,14 @@ from .opponents.federation import ClientData, PFLlib, Reported, pfllib_network, 
 __all__ = ["NAME", "SUMMARY", "Setting", "compare", "contestants", "main", "setting"]
 
 NAME = "federation"
-SUMMARY = "a whole round: training, averaging and evaluation of all clients; --memory: many clients"
+SUMMARY = "a whole round: training, averaging and evaluation of all clients; an empty turn; --memory: many clients"
 
 _METHOD = FedAvg(lr=0.005, batch_size=10, local_epochs=1)
 _ALPHA, _TEST_FRACTION, _SEED = 0.1, 0.25, 0
 _EVALUATION_BATCH = 128
 _LIMIT = "forward and backward alone"
 _CALM = 0.05
+_EMPTY_ROUNDS = 20  # of empty turns: each takes a tenth of a second
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def contestants(s: Setting, cores: Sequence[int]) -> list[Racer]:
 
 def _ours(s: Setting, workers: int) -> Outcome:
     run = _federation(s, workers)
-    record = run.run()
+    record = run.run()[-1]
     results = record["models"]["global"]
     reported = Reported(
         results["test"]["accuracy"]["weighted_mean"],
@@ -170,8 +172,9 @@ def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int)
 
 
 def _federation(s: Setting, workers: int) -> Federation:
-    settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, workers=workers, threads=1)
-    return Federation(_METHOD, s.network, s.dataset, s.partition, settings)
+    settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, threads=1)
+    engine = make_engine(EngineOptions(workers=workers))
+    return Federation(_METHOD, s.network, s.dataset, s.partition, settings, engine=engine)
 
 
 def _tensors(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
@@ -388,6 +391,7 @@ def markdown(every: Sequence[report.Row]) -> str:
         "and backward alone: as many passes on our network in our memory format, or on the same layers run one by one, "
         "nothing else.\n\n"
         + (_profile_table(parts) + "\n\n" if parts else "")
+        + empty_turn.markdown([row for row in every if row.op == empty_turn.OP])
         + f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
         f"{first.python}. Reproduce: `pfl-ext bench {NAME}`.\n"
     )
@@ -436,7 +440,7 @@ def _race(arguments: argparse.Namespace) -> list[report.Row]:
         dataset, clients = load("mnist", arguments.data), 20
         fraction, repeats = arguments.fraction, arguments.repeats or 1
     s = setting(dataset, clients, fraction)
-    what = f"{s.train_samples:,} training samples of {dataset.name}".replace(",", "\u202f")
+    what = f"{s.train_samples:,}".replace(",", "\u202f") + f" training samples of {dataset.name}"
     cores = tuple(dict.fromkeys((machine.cores(), 1)))
     results = compare(s, contestants(s, cores), repeats, arguments.patience)
     for racer, _, reported in results:
@@ -446,7 +450,7 @@ def _race(arguments: argparse.Namespace) -> list[report.Row]:
                 f"training loss {reported.train_loss:.4f}",
                 file=sys.stderr,
             )
-    return rows(s, what, results) + profile_rows(s, what, repeats)
+    return rows(s, what, results) + profile_rows(s, what, repeats) + empty_turn.measure(_EMPTY_ROUNDS)
 
 
 def _parser() -> argparse.ArgumentParser:

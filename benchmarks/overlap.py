@@ -39,8 +39,7 @@ def rounds(protocol: str, clients: int, width: int, count: int) -> tuple[list[fl
     network = nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
     settings = Settings(rounds=count, store="mapped", protocol=protocol, evaluate_every=count)
     run = Federation(Ditto(), network, dataset, partition, settings)
-    run.run()
-    return [record["seconds_training"] for record in run.records], run.server["model"]
+    return [record["seconds_training"] for record in run.run()], run.server["model"]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 
 from pfl_ext.data import Dataset
-from pfl_ext.federation import Federation, WorkingModel, training, turns
+from pfl_ext.federation import Federation, Record, WorkingModel, runtime, steps
+from pfl_ext.optim import proximal
 
 __all__ = ["PARTS", "PASSES", "profile"]
 
@@ -31,11 +32,12 @@ def profile(run: Federation) -> dict[str, float]:
     whole = 0.0
     round_of = run._one_round
 
-    def timed(engine: Any) -> None:
+    def timed() -> Record:
         nonlocal whole
         begin = time.process_time()
-        round_of(engine)
+        record = round_of()
         whole += time.process_time() - begin
+        return record
 
     with _clocks(run, spent), mock.patch.object(run, "_one_round", timed):
         run.run()
@@ -69,14 +71,14 @@ def _clocks(run: Federation, spent: dict[str, float]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, part in (
             (WorkingModel, "__call__", forward),
-            (training, "classification_loss", forward),
+            (steps, "classification_loss", forward),
             (torch.autograd, "grad", lambda: PASSES[1]),
-            (training, "proximal_sgd_step_", lambda: "step of SGD"),
+            (proximal, "proximal_sgd_step_", lambda: "step of SGD"),
             (Dataset, "batch", lambda: "fetching batches"),
-            (turns, "classification_metrics", lambda: "metrics"),
+            (runtime, "classification_metrics", lambda: "metrics"),
             (WorkingModel, "load", lambda: "model to and from a vector"),
             (WorkingModel, "state", lambda: "model to and from a vector"),
-            (type(run.method), "server_round", lambda: "server"),
+            (type(run.method), "aggregate", lambda: "server"),
         ):
             stack.enter_context(clock(owner, name, part))
         yield

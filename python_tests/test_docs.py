@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from pfl_ext.algorithms import METHODS, SCD, Ditto, FedAvg, FedAvgFT, FedBuff
 from pfl_ext.cli import main
+from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
+from pfl_ext.engines import InProcess
+from pfl_ext.federation import PROTOCOLS, Client, Engine, Federation, Method, Settings, Stage, stream
 
 DOCS = Path(__file__).parents[1] / "docs"
+PACKAGED = dict(METHODS)  # before a test makes others known
 
 
 def _blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), re.S)
 
 
+def _executed(name: str, *blocks: str) -> dict[str, Any]:
+    """The names that these blocks of a page leave."""
+    names: dict[str, Any] = {"__name__": "example"}
+    for block in blocks:
+        # Without this file's own __future__ imports.
+        exec(compile(block, f"docs/{name}", "exec", dont_inherit=True), names)
+    return names
+
+
 def test_the_example_method_works_and_keeps_its_input_layer(capsys: pytest.CaptureFixture[str]) -> None:
     method, use = _blocks("methods.md")
     assert len(method.splitlines()) <= 60
-    names: dict[str, object] = {"__name__": "example"}
-    # Without this file's own __future__ imports.
-    exec(compile(method, "docs/methods.md", "exec", dont_inherit=True), names)
-    exec(use.replace("last = Federation(", "run = Federation(").replace(").run()\n", ")\nlast = run.run()\n"), names)
+    names = _executed("methods.md", method, use)
     assert float(capsys.readouterr().out) > 0.6
-    run = names["run"]
-    layers = [run.store.read(k, "input") for k in range(10)]  # type: ignore[attr-defined]
+    run, last = names["run"], names["last"]
+    layers = [run.engine.store.read(k, "input") for k in range(10)]
     assert not torch.equal(layers[0], layers[1])
-    assert run.records[0]["communication"]["up_parameters"] == 10 * (100 * 10 + 10)  # type: ignore[attr-defined]
+    assert last["communication"]["up_parameters"] == 10 * (100 * 10 + 10)
+    assert list(last["models"]) == ["personal"]
 
 
 def test_the_command_line_runs_a_method_from_a_file(
@@ -44,3 +60,181 @@ def test_the_command_line_runs_a_method_from_a_file(
     assert "has no method OwnInputt" in capsys.readouterr().err
     assert main(["run", "other.py:OwnInput", *arguments]) == 2
     assert "is not a file" in capsys.readouterr().err
+
+
+def _in_order(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What clients keep, whichever engine said it, by their numbers."""
+    kept = {}
+    for name in state:
+        if name.endswith("/rows"):
+            clients = state[name.removesuffix("rows") + "clients"]
+            kept[name] = state[name][clients.argsort()]
+    return kept
+
+
+def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if not name.startswith("seconds")}
+
+
+@pytest.fixture(scope="module")
+def sites() -> type:
+    engine, use, _ = _blocks("extending.md")
+    kind: type = _executed("extending.md", engine, use)["Sites"]
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (Ditto(lr=0.1, local_steps=2), Settings(rounds=2, participation=0.6, local_buffers=("BatchNorm1d",))),
+        (FedAvgFT(lr=0.1, local_steps=2, fine_tune_epochs=1), Settings(rounds=1, evaluate_train=True)),
+        (FedBuff(lr=0.1, local_steps=2), Settings(rounds=3, participation=0.6, clock="log-normal")),
+        (SCD(lr=0.1, local_steps=2), Settings(rounds=2, protocol="until-arrival", clock="log-normal")),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_the_example_engine_gives_the_bits_of_this_process(sites: type, method: Method, settings: Settings) -> None:
+    digits, partition, network = _small_run()
+    found = []
+    for engine in (InProcess(), sites(3)):
+        run = Federation(method, network, digits, partition, settings, engine=engine)
+        found.append((run, [_plain(record) for record in run.run()]))
+    (ours, records), (theirs, others) = found
+    assert records == others
+    assert all(torch.equal(ours.server[name], theirs.server[name]) for name in ours.server)
+    kept, also = _in_order(ours.engine.state()), _in_order(theirs.engine.state())
+    assert kept.keys() == also.keys() and all(torch.equal(kept[name], also[name]) for name in kept)
+
+
+def test_the_example_engine_goes_on_from_a_checkpoint_of_another(sites: type, tmp_path: Path) -> None:
+    digits, partition, network = _small_run()
+
+    def run(rounds: int, engine: Engine, **more: Any) -> Federation:
+        method = Ditto(lr=0.1, local_steps=2)
+        return Federation(method, network, digits, partition, Settings(rounds=rounds), engine=engine, **more)
+
+    whole = run(3, InProcess())
+    whole.run()
+    run(1, InProcess(), folder=tmp_path).run()
+    run(2, sites(2), folder=tmp_path, resume=True).run()
+    resumed = run(3, sites(3), folder=tmp_path, resume=True)
+    assert resumed.round == 2
+    resumed.run()
+    assert torch.equal(whole.server["model"], resumed.server["model"])
+    kept, also = _in_order(whole.engine.state()), _in_order(resumed.engine.state())
+    assert all(torch.equal(kept[name], also[name]) for name in kept)
+
+
+def test_the_example_engine_has_each_site_the_samples_and_vectors_of_its_own_clients_only(sites: type) -> None:
+    digits, partition, network = _small_run()
+    engine = sites(2)
+    Federation(Ditto(local_steps=1), network, digits, partition, Settings(rounds=1), engine=engine).run()
+    assert [list(runtime.plan.rows) for runtime in engine._runtimes] == [[0, 2, 4], [1, 3]]
+    written = [runtime.store.tensors()["personal/clients"].tolist() for runtime in engine._runtimes]
+    assert written == [[0, 2, 4], [1, 3]]
+    first, second = (runtime.model.module for runtime in engine._runtimes)
+    assert first is not second
+
+
+def test_the_example_engine_runs_turns_with_the_threads_of_the_settings(sites: type) -> None:
+    class Counting(FedAvg):
+        def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            client.report["threads"] = torch.get_num_threads()
+            return super().train(client, received)
+
+    digits, partition, network = _small_run()
+    settings, before = Settings(rounds=1, threads=3), torch.get_num_threads()
+    (record,) = Federation(Counting(local_steps=1), network, digits, partition, settings, engine=sites(2)).run()
+    assert record["training"]["threads"] == 3 and torch.get_num_threads() == before != 3
+
+
+def _small_run() -> tuple[Dataset, Partition, nn.Module]:
+    """Five clients, and a network that draws from torch's generator and has buffers."""
+    digits = load("digits")
+    partition = PARTITIONERS["dirichlet"](digits, 5, generator=stream(0, "partition"), alpha=0.5)
+    torch.manual_seed(0)
+    layers = (nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 10))
+    return digits, partition, nn.Sequential(*layers)
+
+
+def test_the_example_option_is_everywhere_that_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / "extending.md").read_text(encoding="utf-8")
+    (tmp_path / "clipped.py").write_text(_blocks("extending.md")[2], encoding="utf-8")
+    (config,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    (tmp_path / "clipped.toml").write_text(config, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+
+    refusal = re.search(r'is refused: "(.*?)"', page)
+    assert refusal is not None
+    assert main(["run", "clipped.py:Clipped", "--clip", "-1"]) != 0
+    assert refusal[1].replace("clip is", "--clip is") in capsys.readouterr().err
+
+    with pytest.raises(SystemExit):
+        main(["run", "clipped.py:Clipped", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    stated = re.search(r"in its help \| `(.*?)`", page)
+    assert stated is not None and " ".join(stated[1].split()) in shown
+
+    quiet = ["--quiet", "--no-plots", "--local-steps", "2", "--trust-code"]
+    assert main(["run", "--config", "clipped.toml", "--output", "one", *quiet]) == 0
+    assert json.loads(Path("one/config.json").read_text())["method"]["clip"] == 1.0
+    resumed = ["run", "--config", "clipped.toml", "--output", "one", "--rounds", "2", "--resume", *quiet]
+    assert main([*resumed, "--clip", "0"]) != 0
+    assert "method.clip" in capsys.readouterr().err
+    assert main(resumed) == 0
+
+    Path("misspelt.toml").write_text(config.replace("clip =", "clipp ="), encoding="utf-8")
+    assert main(["run", "--config", "misspelt.toml", "--output", "two", *quiet]) != 0
+    assert "did you mean clip?" in capsys.readouterr().err
+
+    varied = ["sweep", "clipped.py:Clipped", "--vary", "method.clip=0,1", "--rounds", "1", "--output", "swept"]
+    assert main([*varied, "--quiet", "--no-plots", "--local-steps", "2"]) == 0
+    assert "clip" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "extending.md", "glossary.md", "methods.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    linked = [DOCS / link for link in re.findall(r"\]\(([\w./-]+)\)", text)]
+    named = re.findall(r"`((?:pfl_ext|csrc|benchmarks|python_tests)/[\w./]*)`", text)
+    assert linked
+    assert [str(path) for path in (*linked, *(DOCS.parent / name for name in named)) if not path.exists()] == []
+
+
+def _first_column(page: str, heading: str) -> list[str]:
+    """The first cells of the table after a line that begins so."""
+    after = (DOCS / page).read_text(encoding="utf-8").partition(f"\n{heading}")[2]
+    table = re.search(r"(?:^\|.*\n)+", after, re.M)
+    assert table is not None
+    return [line.split("|")[1].strip() for line in table[0].splitlines()[2:]]
+
+
+def test_the_table_of_methods_has_them_all() -> None:
+    names = re.findall(r"^\| `(\w+)` \| `([\w-]+)` \|", (DOCS / "methods.md").read_text(encoding="utf-8"), re.M)
+    assert {name: kind for kind, name in names} == {name: kind.__name__ for name, kind in PACKAGED.items()}
+
+
+def test_the_table_of_hooks_has_them_all() -> None:
+    functions = {name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")}
+    hooks = [re.sub(r"`(\w+)\(.*", r"\1", cell) for cell in _first_column("methods.md", "The hooks")]
+    assert set(hooks) == functions and len(hooks) == len(functions)
+    properties = {name for name, value in vars(Method).items() if isinstance(value, property)}
+    said = {re.sub(r"\W.*", "", cell.strip("`")) for cell in _first_column("methods.md", "And what a method says")}
+    assert said == properties | {"private", "needs_validation"}
+
+
+def test_the_glossary_has_the_stages_and_protocols_of_the_code() -> None:
+    lines = (DOCS / "glossary.md").read_text(encoding="utf-8").splitlines()
+    (stages,) = [line for line in lines if line.startswith("| stage |")]
+    (protocols,) = [line for line in lines if line.startswith("| protocol |")]
+    assert tuple(re.findall(r"`([\w-]+)`", stages)) == get_args(Stage)
+    assert tuple(re.findall(r"`([\w-]+)`", protocols)) == ("compute-and-wait", "wait-free", "until-arrival")
+    assert set(re.findall(r"`([\w-]+)`", protocols)) == set(PROTOCOLS)
+
+
+def test_the_table_of_an_engine_has_all_that_it_must() -> None:
+    told = {name for cell in _first_column("extending.md", "to the bit.") for name in re.findall(r"`(\w+)\(", cell)}
+    assert told == {name for name in dir(Engine) if not name.startswith("_")}

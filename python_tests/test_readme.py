@@ -24,7 +24,9 @@ def test_the_example_of_a_method_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(METHODS.replace("rounds=20", "rounds=3"), "README.md", "exec"), {})
     assert float(capsys.readouterr().out) > 0.5
-    assert (tmp_path / "results" / "persfl" / "metrics.jsonl").exists()
+    rounds = (tmp_path / "results" / "persfl" / "metrics.jsonl").read_text().splitlines()
+    assert len(rounds) == 4  # the last of what clients do after the third
+    assert list((tmp_path / "results" / "persfl" / "checkpoints").iterdir())
 
 
 def test_the_test_command_is_the_one_that_ci_runs():

@@ -8,10 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from pfl_ext.benchmarks import federation, harness, machine, many_clients, report, round_profile
+from pfl_ext.benchmarks import (
+    empty_turn,
+    federation,
+    harness,
+    machine,
+    many_clients,
+    overlap,
+    report,
+    round_profile,
+)
 from pfl_ext.benchmarks.case import WrongResult
 from pfl_ext.benchmarks.federation import Racer
 from pfl_ext.benchmarks.opponents import federation as opponents
+from pfl_ext.engines import InProcess, Workers
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +166,47 @@ def test_without_scikit_learn_the_race_names_the_extra_and_everything_else_works
     code = "import sys; sys.modules['sklearn'] = None; from pfl_ext.benchmarks import harness; harness.main(['--help'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_empty_turn_is_one_step_of_every_client_and_none_is_evaluated():
+    run = empty_turn.federation(clients=3, rounds=2)
+    first, last = run.run()
+    assert [work[:3] for work in first["work"]] == [[k, 4, 0] for k in range(3)]  # four samples, one batch
+    assert first["training"]["trained_parameters"] == 15
+    assert "models" not in first and "models" in last
+
+
+def test_empty_turns_are_timed_by_round_beside_their_step(small):
+    lines = empty_turn.measure(repeats=3, clients=5)
+    assert [(line.contestant, line.rounds) for line in lines] == [("pfl_ext", 3), ("the step alone", 3)]
+    turn, step = lines
+    assert turn.median_ms > step.median_ms > 0
+    assert turn.share_of_bandwidth == pytest.approx(step.median_ms / turn.median_ms)
+    racers = [Racer("pfl_ext", "ours", 1, None), Racer("alone", "limit", 1, None)]
+    race = federation.rows(small, "x", [(r, [1.0], None) for r in racers])
+    sentence = f"5 clients in one process, nothing evaluated) takes {1e3 * turn.median_ms:.0f} us ["
+    assert sentence in federation.markdown([*race, *lines])
+    assert "An empty turn" not in federation.markdown(race)
+
+
+def test_a_quick_race_measures_rounds_profile_and_empty_turn(small, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(federation, "setting", lambda *_: small)
+    monkeypatch.setattr(federation.machine, "cores", lambda: 1)
+    monkeypatch.setattr(federation, "_EMPTY_ROUNDS", 2)
+    assert harness.main(["federation", "--quick", "--output", str(tmp_path)]) == 0
+    ops = [row.op for row in report.read_csv(tmp_path / "federation.quick.csv")]
+    assert list(dict.fromkeys(ops)) == ["round", "profile", "empty turn"]
+    printed = capsys.readouterr().out
+    assert "An empty turn" in printed and "training samples of digits, enlarged: 3 clients" in printed
+
+
+def test_on_two_cores_ours_has_two_workers(small):
+    engine = federation._federation(small, 2).engine
+    assert isinstance(engine, Workers) and engine.workers == 2
+    assert isinstance(federation._federation(small, 1).engine, InProcess)
+
+
+def test_personal_training_beside_the_upload_gives_the_model_of_waiting():
+    found = [overlap.rounds(protocol, clients=2, width=5, count=2) for protocol in ("compute-and-wait", "wait-free")]
+    assert all(len(times) == 2 for times, _ in found)
+    assert torch.equal(found[0][1], found[1][1])
