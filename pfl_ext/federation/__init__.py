@@ -13,13 +13,13 @@ from .model import Part, WorkingModel
 from .options import Options, option
 from .plan import Plan
 from .rounds import selected_clients
-from .runtime import ClientRuntime
+from .runtime import ClientRuntime, threads
 from .server import Server
 from .settings import Settings
 from .steps import Steps, fine_tune, local_length, mean_loss, sam
 from .store import ClientStore
 from .streams import seed_of, stream
-from .uploads import Uploads
+from .uploads import Here, Uploads
 
 __all__ = [
     "PROTOCOLS",
@@ -35,6 +35,7 @@ __all__ = [
     "Engine",
     "Federation",
     "ForeignCheckpoint",
+    "Here",
     "InProcess",
     "Interrupted",
     "Method",
@@ -63,4 +64,5 @@ __all__ = [
     "seed_of",
     "selected_clients",
     "stream",
+    "threads",
 ]
