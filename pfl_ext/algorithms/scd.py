@@ -1,4 +1,4 @@
-"""Spectral co-distillation: generic and personal model teach each other through their weights' spectra."""
+"""Spectral co-distillation: global (here: generic) and personal model teach each other through their weights' spectra."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class SCD(NewClients, Method):
     name = "scd"
 
     momentum: float = option(0.5, "momentum of the local SGD; it starts anew in each round")
-    lam_g: float = option(0.05, "lambda_g, weight of the spectral term of the generic model; 0: w/o SCD-GM")
+    lam_g: float = option(0.05, "lambda_g, weight of the spectral term of the global model; 0: w/o SCD-GM")
     lam_p: float = option(0.01, "lambda_p, weight of the spectral term of the personal model; 0: w/o SCD-PM")
-    tau: float = option(0.4, "part of the spectrum that the generic model is taught")
+    tau: float = option(0.4, "part of the spectrum that the global model is taught")
     form: str = option("normalized", "form of the divergence", choices=("normalized", "paper", "generalized"))
     scope: str = option(
         "model", "one transform of all weights, as in the paper, or one of each tensor", choices=("model", "tensor")
     )
     personal_epochs: int = option(1, "E_p, passes over a client's data for the personal model in a round")
     broadcast: bool = option(
-        False, "clients that were not selected receive the generic model too and train their personal one against it"
+        False, "clients that were not selected receive the global model too and train their personal one against it"
     )
 
     def __post_init__(self) -> None:

@@ -197,9 +197,9 @@ class Timeline:
         self._sends = 0.0  # when the server has its newest model
         self._free = [0.0] * len(clock.devices)  # when each client has done its personal steps
 
-    def round(self, turns: Iterable[Sequence[Any]]) -> list[Span]:
+    def round(self, done: Iterable[Sequence[Any]]) -> list[Span]:
         """What everybody does in the next round, and when, from its :class:`Work` (or a list that JSON made of it)."""
-        works = [Work(*work) for work in turns]
+        works = [Work(*work) for work in done]
         spans = self._spans(works)
         self._sends = self._aggregated(works, spans)
         for work, (_, _, personal, _) in zip(works, spans, strict=True):

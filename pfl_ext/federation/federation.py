@@ -105,7 +105,7 @@ class Federation:
         has_global_model = method.global_model(self.server, self.server.model) is not None
         self._evaluate = Evaluator(self.engine, s, partition, plan.tests, has_global_model)
         self.client_results: list[ClientResult] = []
-        self._sent: set[str] = set()  # names of what clients have received
+        self._names: set[str] = set()  # of what clients have received
         if resume:
             self._resume()
 
@@ -198,8 +198,8 @@ class Federation:
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
             seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
             self.method.aggregate(self.server, round.uploads)
-        self._sent |= {name for reply in round.replies for name in reply.received}
-        for name in self._sent & self.server.keys():
+        self._names |= {name for reply in round.replies for name in reply.received}
+        for name in self._names & self.server.keys():
             if not all_finite(self.server[name]):
                 raise Diverged(None, t, name)
 

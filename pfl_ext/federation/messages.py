@@ -64,7 +64,7 @@ class Diverged(RuntimeError):
     """A client's training, or the server's, gave infinity or NaN."""
 
     def __init__(self, client: int | None, round: int, what: str) -> None:
-        """``what`` is not finite after this client's turn in this round, or after the server's where that is None."""
+        """``what`` is not finite after this client's turn in this round; of the server, where ``client`` is None."""
         super().__init__(client, round, what)
         self.client, self.round, self.what = client, round, what
 

@@ -114,5 +114,5 @@ class Method(Options, abc.ABC):
         return {}
 
     def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor | None:
-        """The server's model as a state; None where there is none."""
+        """The global model as a state; None where there is none."""
         return server.get("model")

@@ -259,7 +259,7 @@ class WorkingModel:
     def exchange(self, others: list[Tensor]) -> None:
         """Swap parameters and buffers with ``others``, as :meth:`copies` gives them, without copying a number.
 
-        For methods that train two models in turns, a step of each.
+        For methods that train two models, a step of each by turns.
         """
         for i, tensor in enumerate(self._tensors()):
             tensor.data, others[i] = others[i], tensor.data

@@ -30,7 +30,7 @@ class ClientStore:
         """See the class."""
         for name, vector in initial.items():
             if vector.dim() != 1:
-                raise ValueError(f"{name} has the shape {list(vector.shape)}; a client's state is made of vectors")
+                raise ValueError(f"{name} has the shape {list(vector.shape)}; what a client keeps is made of vectors")
             if folder is not None and vector.device.type != "cpu":
                 raise ValueError(f"a memory-mapped store holds CPU tensors; {name} is on {vector.device}")
         self.clients = clients
