@@ -1,4 +1,4 @@
-"""Spectral co-distillation: global (here: generic) and personal model teach each other through their weights' spectra."""
+"""Spectral co-distillation: generic (global) and personal model teach each other through their spectra."""
 
 from __future__ import annotations
 
