@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from by_hand import LR, Turn, gradient, personalize
 
 from pfl_ext.algorithms import Ditto, FedAsync, FedBuff
-from pfl_ext.federation import Client, Uploads
-
-Turn = Callable[..., tuple[Any, Client]]
-LR = 0.1
+from pfl_ext.federation import Uploads
 
 
 @pytest.mark.parametrize(
@@ -30,48 +26,45 @@ def test_fedasync_weighs_staleness_as_its_paper_does(options: dict[str, Any], ex
 def test_fedasync_mixes_an_upload_into_the_model() -> None:
     server = {"model": torch.tensor([1.0, 2.0], dtype=torch.float64)}
     sent = [{"model": torch.tensor([3.0, 6.0], dtype=torch.float64)}]
-    FedAsync(alpha=0.5, staleness="polynomial", a=1.0).server_round(server, Uploads([0], [5], sent, [3]))
+    FedAsync(alpha=0.5, staleness="polynomial", a=1.0).aggregate(server, Uploads([0], [5], sent, [3]))
     assert server["model"].tolist() == [1 + 0.125 * 2, 2 + 0.125 * 4]
 
 
 def test_fedasyncs_client_is_held_near_what_it_received(turn: Turn) -> None:
     rho = 0.7
-    turns, client = turn(FedAsync(lr=LR, batch_size=4, rho=rho))
-    start = turns.server["model"]
+    runtime, client = turn(FedAsync(lr=LR, batch_size=4, rho=rho))
+    start = runtime.server["model"]
     w = start.clone()
     for batch in client.batches(4):
-        client.model.load(w)
-        loss = F.cross_entropy(client.model.module(batch.inputs), batch.targets)
-        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(client.model.module.parameters()))])
-        w = w - LR * (gradient + rho * (w - start))
-    sent = turns.method.client_round(client, {"model": start})
+        w = w - LR * (gradient(client, w, batch) + rho * (w - start))
+    sent = runtime.method.train(client, {"model": start})
     torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-14)
 
 
 def test_fedbuff_steps_along_the_mean_of_differences_the_older_the_shorter() -> None:
     server = {"model": torch.tensor([1.0], dtype=torch.float64)}
     sent = [{"difference": torch.tensor([x], dtype=torch.float64)} for x in (2.0, 4.0)]
-    FedBuff(buffer=2, server_lr=0.5).server_round(server, Uploads([0, 1], [10, 90], sent, [0, 3]))
+    FedBuff(buffer=2, server_lr=0.5).aggregate(server, Uploads([0, 1], [10, 90], sent, [0, 3]))
     assert server["model"].item() == pytest.approx(1 + 0.5 * (2.0 + 4.0 / 2) / 2, rel=1e-15)
 
 
 def test_fedbuff_sends_what_local_training_changed(turn: Turn) -> None:
-    turns, client = turn(FedBuff(lr=LR, batch_size=4))
+    runtime, client = turn(FedBuff(lr=LR, batch_size=4))
     ditto, other = turn(Ditto(lr=LR, batch_size=4))
-    received = {"model": turns.server["model"]}
-    theirs = ditto.method.client_round(other, received)["model"]
-    ours = turns.method.client_round(client, received)["difference"]
+    received = {"model": runtime.server["model"]}
+    theirs = ditto.method.train(other, received)["model"]
+    ours = runtime.method.train(client, received)["difference"]
     assert torch.equal(ours, theirs - received["model"]) and ours.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("cls", [FedAsync, FedBuff])
 def test_the_personal_model_is_dittos(turn: Turn, cls: Any) -> None:
     options = {"lr": LR, "batch_size": 4, "lam": 0.5}
-    turns, client = turn(cls(**options))
+    runtime, client = turn(cls(**options))
     ditto, other = turn(Ditto(**options))
-    received = {"model": turns.server["model"] + 0.1}
-    turns.method.personal_round(client, received, {})
-    ditto.method.personal_round(other, received, {})
+    received = {"model": runtime.server["model"] + 0.1}
+    personalize(runtime, client, received, {})
+    personalize(ditto, other, received, {})
     assert torch.equal(client["personal"], other["personal"])
 
 
