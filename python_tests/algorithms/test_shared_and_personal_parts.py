@@ -152,7 +152,8 @@ def test_the_global_model_of_fedbabu_is_tested_under_the_initial_head(
     assert last["models"]["global"]["global_test"]["accuracy"] == pytest.approx(accuracy, abs=1e-12)
 
 
+@pytest.mark.parametrize("head", ["fc", "2,fc"])
 @pytest.mark.parametrize("name", ["fedper", "lg-fedavg", "fedbabu", "fedrep"])
-def test_a_head_that_is_not_there_is_refused_with_the_names_that_are(turn: Turn, name: str) -> None:
+def test_a_head_that_is_not_there_is_refused_with_the_names_that_are(turn: Turn, name: str, head: str) -> None:
     with pytest.raises(ValueError, match="module 'fc' does not part what is trained in two; that is in 0, 2"):
-        turn(METHODS[name](head="fc"))
+        turn(METHODS[name](head=head))
