@@ -38,6 +38,21 @@ def test_fedavgms_server_steps_by_its_velocity(network: nn.Module) -> None:
         torch.testing.assert_close(server["model"], w, rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("server_lr", [1.0, 0.3])
+def test_fedavgms_server_is_torchs_sgd_on_the_mean_change(network: nn.Module, server_lr: float, nesterov: bool) -> None:
+    method = FedAvgM(server_momentum=0.8, server_lr=server_lr, nesterov=nesterov)
+    server = server_of(network, model=W, velocity=torch.zeros_like(W))
+    w = W.clone().requires_grad_()
+    optimizer = torch.optim.SGD([w], lr=server_lr, momentum=0.8, nesterov=nesterov)
+    for shift in (0.5, -0.25, 0.125):
+        models = (w.detach() + shift, w.detach() - 2 * shift)
+        w.grad = w.detach() - (3 * models[0] + models[1]) / 4
+        optimizer.step()
+        method.aggregate(server, _uploads(*models))
+        torch.testing.assert_close(server["model"], w.detach(), rtol=0, atol=1e-15)
+
+
 def test_fedavgm_without_momentum_is_fedavg_to_the_bit(network: nn.Module) -> None:
     models = [torch.randn(50, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     server = server_of(network, model=models[2] * 3, velocity=torch.ones(50))
@@ -92,6 +107,13 @@ def test_feddyns_server_subtracts_its_state_and_counts_clients_alike(network: nn
     torch.testing.assert_close(server["model"], (models[0] + models[1]) / 2 - h / alpha, rtol=0, atol=1e-14)
 
 
+def test_feddyns_state_is_over_the_clients_that_can_be_selected(network: nn.Module) -> None:
+    server = server_of(network, clients=9, model=W, h=torch.zeros_like(W))
+    server.members = 4
+    FedDyn(alpha=0.5).aggregate(server, _uploads(W + 1, W - 0.5))
+    torch.testing.assert_close(server["h"], torch.full_like(W, -0.5 / 4 * 0.5), rtol=0, atol=1e-15)
+
+
 def test_feddyns_state_is_the_mean_of_what_the_clients_keep(turn: Turn, network: nn.Module) -> None:
     method = FedDyn(lr=LR, batch_size=4, alpha=0.2)
     runtime, _ = turn(method)
@@ -115,7 +137,8 @@ def test_feddyns_state_leaves_buffers_alone(network: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cls", "option", "value"), [(FedAvgM, "server_momentum", 1.0), (FedDyn, "alpha", 0.0), (FedDyn, "alpha", -1.0)]
+    ("cls", "option", "value"),
+    [(FedAvgM, "server_momentum", 1.0), (FedAvgM, "server_lr", 0.0), (FedDyn, "alpha", 0.0), (FedDyn, "alpha", -1.0)],
 )
 def test_options_out_of_range_are_refused(cls: type, option: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{option} is"):

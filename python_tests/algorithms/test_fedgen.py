@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import FedAvg, FedGen
+from pfl_ext.algorithms.fedgen import diversity
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Client, Federation, Server, Settings, Uploads, WorkingModel
 
@@ -105,7 +106,7 @@ def test_the_server_trains_the_generator_to_be_understood_by_the_ensemble(networ
     heads = [state[head] for state in uploads.each("model")]
     logits = sum(F.linear(z, h[:15].view(3, 5), h[15:]) for h in heads) / 2
     noise = given[:, :NOISE]
-    products = torch.cdist(noise, noise) * torch.cdist(z, z)
+    products = torch.cdist(noise, noise) ** 2 / NOISE * torch.cdist(z, z, p=1) / FEATURES
     terms = (F.cross_entropy(logits, labels), gamma * torch.exp(-products.mean()))
     slopes = [torch.autograd.grad(term, w, retain_graph=True)[0] for term in terms]
     assert all(slope.abs().max() > 1e-6 for slope in slopes)
@@ -126,6 +127,19 @@ def test_the_generator_learns_what_the_predictors_know(network: nn.Module) -> No
         method.aggregate(server, _uploads(server["model"]))
         losses.append(server.report["generator_loss"])
     assert losses[1] < 0.1  # far below log 3
+
+
+def test_the_diversity_term_is_alive_at_real_sizes() -> None:
+    random = torch.Generator().manual_seed(0)
+    noise, features = torch.randn(32, 32, generator=random), torch.randn(32, 512, generator=random)
+    assert diversity(noise, features[:1].expand(32, 512)) == 1
+    features.requires_grad_()
+    apart = diversity(noise, features)
+    assert 0.01 < apart < 0.9
+    # Once more as far apart: less of the term, and the way there is along its gradient.
+    assert diversity(noise, 2 * features) < apart
+    (slope,) = torch.autograd.grad(apart, features)
+    assert diversity(noise, features - slope / slope.norm()) < apart
 
 
 def test_both_terms_of_the_generator_matter(network: nn.Module) -> None:

@@ -53,8 +53,9 @@ def test_a_class_that_the_client_does_not_have_is_no_trouble(
     assert not torch.equal(head[0][:5], head[1][:5])
 
 
-def test_the_personal_head_adds_to_the_generic_logits_and_alone_is_trained(turn: Turn) -> None:
-    runtime, client = turn(FedRoD(lr=LR, batch_size=4))
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_personal_head_adds_to_the_generic_logits_and_alone_is_trained(turn: Turn, decay: float) -> None:
+    runtime, client = turn(FedRoD(lr=LR, batch_size=4, weight_decay=decay))
     sent = runtime.server["model"] * 1.1
     phi = torch.linspace(-0.5, 0.5, HEAD, dtype=torch.float64)
     client["head"] = phi
@@ -62,7 +63,7 @@ def test_the_personal_head_adds_to_the_generic_logits_and_alone_is_trained(turn:
         p = phi.clone().requires_grad_()
         z, generic = _logits(client, sent, batch.inputs)
         logits = generic + F.linear(z, p[:15].view(3, 5), p[15:])
-        phi = phi - LR * torch.autograd.grad(F.cross_entropy(logits, batch.targets), p)[0]
+        phi = phi - LR * (torch.autograd.grad(F.cross_entropy(logits, batch.targets), p)[0] + decay * phi)
     before = sent.clone()
     personalize(runtime, client, {"model": runtime.server["model"]}, {"model": sent})
     torch.testing.assert_close(client["head"], phi, rtol=0, atol=1e-13)
@@ -90,6 +91,9 @@ def test_neither_part_is_dead(turn: Turn) -> None:
     assert client["head"].abs().min() > 0
 
 
-def test_weight_decay_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight_decay is 0\.1"):
-        FedRoD(weight_decay=0.1)
+def test_weight_decay_of_the_generic_model_is_that_of_all_its_parameters(turn: Turn) -> None:
+    options = {"lr": LR, "batch_size": 4, "weight_decay": 0.1}
+    runtime, client = turn(FedRoD(**options, gamma=0.0))
+    plain, other = turn(FedAvg(**options))
+    received = {"model": runtime.server["model"]}
+    assert torch.equal(runtime.method.train(client, received)["model"], plain.method.train(other, received)["model"])

@@ -70,6 +70,13 @@ def test_without_inner_steps_it_is_fedavg(turn: Turn, variant: str) -> None:
     assert torch.equal(found["personal"], found["global"])
 
 
+@pytest.mark.parametrize(("variant", "batches"), [("fo", 2), ("hf", 3)])
+def test_batches_that_a_variant_does_not_use_are_not_drawn(turn: Turn, variant: str, batches: int) -> None:
+    runtime, client = turn(PerFedAvg(batch_size=4, variant=variant))
+    runtime.method.train(client, {"model": runtime.server["model"]})
+    assert client.trained == batches * 8
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_personal_model_is_steps_on_training_data_away_from_the_global_one(turn: Turn, steps: int) -> None:
     alpha = 0.3

@@ -9,7 +9,7 @@ import torch
 from by_hand import LR, Turn, gradient, models, server_of
 from torch import nn
 
-from pfl_ext.algorithms import APFL, MTL, FedAvg, PFedMe, Standalone
+from pfl_ext.algorithms import APFL, METHODS, MTL, FedAvg, PFedMe, Standalone
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Settings, Uploads
 
@@ -61,6 +61,16 @@ def test_mtls_server_keeps_the_mean_of_all_models_selected_or_not(
     assert kept["personal/clients"].tolist() == [0, 1, 2]
     torch.testing.assert_close(run.server["mean"], kept["personal/rows"].mean(0), rtol=0, atol=1e-13)
     assert not torch.equal(*kept["personal/rows"][:2])
+
+
+def test_clients_that_cannot_be_selected_yet_do_not_count_in_mtls_mean(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(MTL(lr=LR, batch_size=4), network, dataset, partition, Settings(rounds=3, new_clients=1))
+    run.run()
+    kept = run.engine.state()
+    assert kept["personal/clients"].tolist() == [0, 1]
+    torch.testing.assert_close(run.server["mean"], kept["personal/rows"][:2].mean(0), rtol=0, atol=1e-13)
 
 
 def test_mtl_without_its_term_is_standalone_and_with_it_is_not(turn: Turn) -> None:
@@ -127,10 +137,13 @@ def test_pfedmes_server_goes_towards_the_plain_mean(network: nn.Module) -> None:
         torch.testing.assert_close(server["model"], (1 - beta) * w + beta * (a + b) / 2, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("cls", [PFedMe, APFL])
-def test_a_client_that_was_never_selected_has_no_personal_model(turn: Turn, cls: Any) -> None:
-    runtime, client = turn(cls())
-    assert set(models(runtime, client)) == {"global"}
+@pytest.mark.parametrize("name", ["apfl", "ditto", "fedasync", "fedbuff", "fedrod", "perada", "pfedme", "scd"])
+def test_a_client_that_never_took_part_has_the_global_model_as_it_is_now(turn: Turn, name: str) -> None:
+    runtime, client = turn(METHODS[name](**({"kd_steps": 0} if name == "perada" else {})))
+    w = runtime.server["model"] + 0.25
+    found = models(runtime, client, model=w)
+    assert set(found) == {"global", "personal"}
+    assert torch.equal(found["global"], w) and torch.equal(found["personal"], w)
 
 
 # ---- APFL ------------------------------------------------------------------------------------------------------------
