@@ -175,18 +175,19 @@ class WorkingModel:
                 last layer), or by their types: names say nothing of what a module is.
 
         Raises:
-            ValueError: there are none, or no others.
+            ValueError: one is not there, or nothing is trained in them, or in no others.
         """
         if modules in self._named:
             return self._named[modules]
         named = [name.strip() or self.last_layer() for m in modules if isinstance(m, str) for name in m.split(",")]
-        types = tuple(m for m in modules if isinstance(m, type))
-        named += [name for name, m in self.module.named_modules() if types and isinstance(m, types)]
+        types, known = tuple(m for m in modules if isinstance(m, type)), dict(self.module.named_modules())
+        unknown = [name for name in named if name not in known]
+        named += [name for name, m in known.items() if types and isinstance(m, types)]
         prefixes = tuple(f"{name}." for name in named)
         chosen = frozenset(i for i, name in enumerate(self.names) if name.startswith(prefixes))
-        if not 0 < len(chosen) < len(self.names):
+        if unknown or not 0 < len(chosen) < len(self.names):
             layers = dict.fromkeys(name.rpartition(".")[0] for name in self.names)
-            given = ", ".join(repr(m) if isinstance(m, str) else m.__name__ for m in modules)
+            given = ", ".join(repr(m) if isinstance(m, str) else m.__name__ for m in unknown or modules)
             raise ValueError(f"module {given} does not part what is trained in two; that is in {', '.join(layers)}")
         return self._named.setdefault(modules, self._part_of(chosen))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pfl_ext.ops._arguments import describe
+from pfl_ext.ops._arguments import check_lists, describe
 from pfl_ext.ops.proximal import proximal_sgd_step_
 
 __all__ = ["ProximalSGD", "momentum_step_"]
@@ -118,18 +118,26 @@ def momentum_step_(
         if params:
             proximal_sgd_step_(params, gradients, anchors, **options)
         return
+    if len(buffers) != len(params):
+        raise ValueError(f"{len(buffers)} buffers for {len(params)} params")
+    own = [torch.empty_like(p) if buffer is None else buffer for p, buffer in zip(params, buffers, strict=True)]
     beginning = [i for i, buffer in enumerate(buffers) if buffer is None]
-    for i in beginning:
-        buffers[i] = torch.empty_like(params[i])
-    running = [i for i in range(len(params)) if i not in beginning] if beginning else range(len(params))
-    for chosen, first in ((beginning, True), (running, False)):
-        if chosen:
-            proximal_sgd_step_(
+    calls: list[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], list[Tensor], bool]]
+    if len(beginning) in (0, len(params)):
+        calls = [(params, gradients, anchors, own, bool(beginning))]
+    else:
+        # Here, as of two calls the second would be refused after the first.
+        check_lists(params=params, grads=gradients, **({"anchors": anchors} if anchors else {}))
+        calls = [
+            (
                 [params[i] for i in chosen],
                 [gradients[i] for i in chosen],
                 [anchors[i] for i in chosen] if anchors else [],
-                momentum=momentum,
-                momentum_buffers=[buffers[i] for i in chosen],  # type: ignore[misc]
-                first=first,
-                **options,
+                [own[i] for i in chosen],
+                first,
             )
+            for chosen, first in ((beginning, True), (sorted({*range(len(params))} - {*beginning}), False))
+        ]
+    for some, along, near, momenta, first in calls:
+        proximal_sgd_step_(some, along, near, momentum=momentum, momentum_buffers=momenta, first=first, **options)
+    buffers[:] = own

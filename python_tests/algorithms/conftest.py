@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
+from by_hand import Turn
 from torch import nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Buffers, Client, ClientStore, Method, Server, WorkingModel
-from pfl_ext.federation.turns import Plan, Turns
+from pfl_ext.federation import Client, ClientRuntime, ClientStore, Method, Plan, Server, Settings, Stage, Task
+from pfl_ext.federation.client import Rows
 
 
 @pytest.fixture
@@ -39,16 +39,17 @@ def network() -> nn.Module:
 
 
 @pytest.fixture
-def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Callable[..., tuple[Turns, Client]]:
-    """A client's turn of a method, without an engine."""
+def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Turn:
+    """A client at the beginning of its turn, without an engine, and the runtime that it is in."""
 
-    def make(method: Method, client: int = 0, round: int = 2) -> tuple[Turns, Client]:
-        model = WorkingModel(copy.deepcopy(network))
-        store = ClientStore(3, method.client_state(model))
-        module = copy.deepcopy(network)
-        server = Server(method.server_state(model), module, 7, partition.clients)
-        method.prepare_server(server)
-        turns = Turns(Plan(method, module, dataset, partition, store, server, 7, Buffers(), "none"))
-        return turns, Client(client, round, turns.model, dataset, partition, store, 7)
+    def make(method: Method, client: int = 0, round: int = 2, stage: Stage = "train") -> tuple[ClientRuntime, Client]:
+        settings = Settings(seed=7)
+        rows = {k: Rows(partition.train[k], partition.validation[k], partition.test[k]) for k in range(3)}
+        plan = Plan(method, copy.deepcopy(network), dataset, rows, settings)
+        runtime = ClientRuntime(plan, ClientStore(len(rows), plan.kept(plan.working_model())))
+        server = Server(network, settings, len(rows))
+        method.set_up(server)
+        runtime.server = server
+        return runtime, runtime.begin(Task(client, round, stage))[0]
 
     return make

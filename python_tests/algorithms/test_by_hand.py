@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from by_hand import LR, Turn, gradient, models, personalize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import METHODS, Ditto, FedAvg, FedAvgFT, FedProx, PersFL, Standalone
-from pfl_ext.algorithms.fedavg import average
-from pfl_ext.federation import Client, Uploads
-
-Turn = Callable[..., tuple[Any, Client]]
-LR = 0.1
-
-
-def _gradient(
-    client: Client, state: Tensor, batch: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None
-) -> Tensor:
-    """The gradient of the loss at a state, as a vector, by autograd on a plain module."""
-    client.model.load(state)
-    logits = client.model.module(batch.inputs)
-    objective = F.cross_entropy(logits, batch.targets) if loss is None else loss(logits, batch.targets)
-    return torch.cat([g.flatten() for g in torch.autograd.grad(objective, list(client.model.module.parameters()))])
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import Client, Federation, Uploads
 
 
 def _steps(client: Client, name: str, count: int, size: int = 4) -> list[Any]:
@@ -33,20 +21,20 @@ def _steps(client: Client, name: str, count: int, size: int = 4) -> list[Any]:
 
 
 def test_fedavg_takes_sgd_steps_from_the_global_model(turn: Turn) -> None:
-    turns, client = turn(FedAvg(lr=LR, batch_size=4))
-    start = turns.server["model"]
+    runtime, client = turn(FedAvg(lr=LR, batch_size=4))
+    start = runtime.server["model"]
     w = start.clone()
     for batch in _steps(client, "batches", 2):
-        w = w - LR * _gradient(client, w, batch)
-    sent = turns.method.client_round(client, {"model": start})
+        w = w - LR * gradient(client, w, batch)
+    sent = runtime.method.train(client, {"model": start})
     torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-14)
     assert not torch.equal(w, start)
 
 
 def test_momentum_and_weight_decay_are_those_of_torchs_sgd(turn: Turn) -> None:
     method = FedAvg(lr=LR, batch_size=4, momentum=0.5, weight_decay=0.01)
-    turns, client = turn(method)
-    start = turns.server["model"].clone()
+    runtime, client = turn(method)
+    start = runtime.server["model"].clone()
     client.model.load(start)
     optimizer = torch.optim.SGD(client.model.module.parameters(), lr=LR, momentum=0.5, weight_decay=0.01)
     for batch in _steps(client, "batches", 2):
@@ -54,36 +42,34 @@ def test_momentum_and_weight_decay_are_those_of_torchs_sgd(turn: Turn) -> None:
         F.cross_entropy(client.model.module(batch.inputs), batch.targets).backward()
         optimizer.step()
     expected = client.model.state()
-    sent = method.client_round(client, {"model": start})
+    sent = method.train(client, {"model": start})
     torch.testing.assert_close(sent["model"], expected, rtol=0, atol=1e-14)
 
 
 def test_the_server_weighs_clients_by_samples() -> None:
     uploads = Uploads([0, 2], [3, 1], [{"model": torch.tensor([1.0, 2.0])}, {"model": torch.tensor([5.0, 6.0])}])
     server: dict[str, Tensor] = {}
-    FedAvg().server_round(server, uploads)
+    FedAvg().aggregate(server, uploads)
     assert server["model"].tolist() == [2.0, 3.0]
-    assert torch.equal(average(uploads), server["model"])
+    assert torch.equal(uploads.average(), server["model"])
 
 
 def test_fedprox_is_held_near_the_global_model(turn: Turn) -> None:
     mu = 0.7
-    turns, client = turn(FedProx(lr=LR, batch_size=4, mu=mu))
-    start = turns.server["model"]
+    runtime, client = turn(FedProx(lr=LR, batch_size=4, mu=mu))
+    start = runtime.server["model"]
     w = start.clone()
     for batch in _steps(client, "batches", 2):
-        w = w - LR * (_gradient(client, w, batch) + mu * (w - start))
-    sent = turns.method.client_round(client, {"model": start})
+        w = w - LR * (gradient(client, w, batch) + mu * (w - start))
+    sent = runtime.method.train(client, {"model": start})
     torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-14)
 
 
 def test_fedprox_without_its_term_is_fedavg(turn: Turn) -> None:
-    turns, client = turn(FedProx(lr=LR, mu=0.0))
+    runtime, client = turn(FedProx(lr=LR, mu=0.0))
     plain, other = turn(FedAvg(lr=LR))
-    start = {"model": turns.server["model"]}
-    assert torch.equal(
-        turns.method.client_round(client, start)["model"], plain.method.client_round(other, start)["model"]
-    )
+    start = {"model": runtime.server["model"]}
+    assert torch.equal(runtime.method.train(client, start)["model"], plain.method.train(other, start)["model"])
 
 
 # The same method with a strong and with no proximal term; two steps, as the first begins at FedProx's anchor.
@@ -97,50 +83,53 @@ def test_the_proximal_terms_are_not_dead(turn: Turn) -> None:
     for strong, weak in _PAIRS:
         results = []
         for method in (strong, weak):
-            turns, client = turn(method)
+            runtime, client = turn(method)
             if isinstance(method, Ditto):
-                client["personal"] = turns.server["model"] + 1
-            received = {"model": turns.server["model"]}
-            sent = method.client_round(client, received)
-            method.personal_round(client, received, sent)
+                client["personal"] = runtime.server["model"] + 1
+            received = {"model": runtime.server["model"]}
+            sent = method.train(client, received)
+            if isinstance(method, Ditto):
+                personalize(runtime, client, received, sent)
             results.append(client["personal"] if isinstance(method, Ditto) else sent["model"])
         assert not torch.equal(*results)
 
 
 def test_dittos_personal_model_is_held_near_the_received_one(turn: Turn) -> None:
     lam = 0.5
-    turns, client = turn(Ditto(lr=LR, batch_size=4, lam=lam, personal_epochs=2))
-    w = turns.server["model"]
+    runtime, client = turn(Ditto(lr=LR, batch_size=4, lam=lam, personal_epochs=2))
+    w = runtime.server["model"]
     v = w + 0.25
     client["personal"] = v
     for batch in _steps(client, "personal", 4):
-        v = v - LR * (_gradient(client, v, batch) + lam * (v - w))
-    sent = turns.method.client_round(client, {"model": w})
-    turns.method.personal_round(client, {"model": w}, sent)
+        v = v - LR * (gradient(client, v, batch) + lam * (v - w))
+    sent = runtime.method.train(client, {"model": w})
+    personalize(runtime, client, {"model": w}, sent)
     torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
     plain, other = turn(FedAvg(lr=LR, batch_size=4))
-    assert torch.equal(sent["model"], plain.method.client_round(other, {"model": w})["model"])  # w_k is FedAvg's
+    assert torch.equal(sent["model"], plain.method.train(other, {"model": w})["model"])  # w_k is FedAvg's
 
 
 def test_standalone_goes_on_from_its_own_model_and_sends_nothing(turn: Turn) -> None:
-    turns, client = turn(Standalone(lr=LR, batch_size=4))
+    runtime, client = turn(Standalone(lr=LR, batch_size=4))
     v = client["personal"] + 0.5
     client["personal"] = v
     for batch in _steps(client, "batches", 2):
-        v = v - LR * _gradient(client, v, batch)
-    assert turns.method.client_round(client, {}) == {}
+        v = v - LR * gradient(client, v, batch)
+    assert runtime.method.train(client, {}) == {}
     torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
 
 
 def test_fine_tuning_starts_at_the_last_global_model(turn: Turn) -> None:
-    turns, client = turn(FedAvgFT(lr=LR, batch_size=4, fine_tune_epochs=2))
-    w = turns.server["model"] + 0.1
+    runtime, client = turn(FedAvgFT(lr=LR, batch_size=4, fine_tune_epochs=2), stage="finish")
+    w = runtime.server["model"] + 0.1
     v = w.clone()
     for batch in _steps(client, "fine-tune", 4):
-        v = v - LR * _gradient(client, v, batch)
-    turns.method.personalize(client, {"model": w})
+        v = v - LR * gradient(client, v, batch)
+    runtime.method.personalize(client, {"model": w}, {})
     torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
-    assert set(turns.method.evaluated(client, {"model": w})) == {"global", "personal"}
+    found = models(runtime, client, model=w)
+    assert list(found) == ["global", "personal"]
+    assert torch.equal(found["global"], w) and torch.equal(found["personal"], client["personal"])
 
 
 # ---- PersFL ----------------------------------------------------------------------------------------------------------
@@ -158,15 +147,15 @@ def test_the_grid_is_table_5s_with_one_point_without_imitation() -> None:
 
 def test_a_client_keeps_the_received_model_with_the_lowest_validation_loss(turn: Turn) -> None:
     method = _persfl()
-    turns, client = turn(method)
-    first = turns.server["model"]
+    runtime, client = turn(method)
+    first = runtime.server["model"]
     client.model.load(first)
     loss = client.loss(client.validation)
     worse = first.clone()
     worse[-3:] += torch.tensor([50.0, -50.0, 0.0])
     for round, received in ((2, worse), (3, first), (4, worse)):
         client.round = round
-        method.client_round(client, {"model": received})
+        method.train(client, {"model": received})
     assert torch.equal(client["teacher"], first)
     assert client["teacher_round"].item() == 2  # G_2 arrives in round 3
     assert client["teacher_loss"].item() == pytest.approx(loss, rel=1e-12)
@@ -174,8 +163,8 @@ def test_a_client_keeps_the_received_model_with_the_lowest_validation_loss(turn:
 
 def test_the_initial_model_is_no_teacher(turn: Turn) -> None:
     method = _persfl()
-    turns, client = turn(method, round=1)
-    method.client_round(client, {"model": turns.server["model"]})
+    runtime, client = turn(method, round=1)
+    method.train(client, {"model": runtime.server["model"]})
     assert "teacher" not in client
 
 
@@ -184,8 +173,8 @@ def test_the_initial_model_is_no_teacher(turn: Turn) -> None:
 def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
     temperature, lam = 5.0, 0.75
     method = _persfl(temperatures=(temperature,), lambdas=(lam,), grid=grid, soft=soft, distill_lr=0.04)
-    turns, client = turn(method)
-    teacher = turns.server["model"] + 0.3
+    runtime, client = turn(method, stage="finish")
+    teacher = runtime.server["model"] + 0.3
     a = teacher.clone()
     for batch in _steps(client, "distillation", 2):
         client.model.load(teacher)
@@ -197,8 +186,8 @@ def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
             term = F.kl_div(log_p, target, reduction="batchmean") if soft == "kl" else -(target * log_p).sum(-1).mean()
             return (1 - lam) * F.cross_entropy(logits, targets) + lam * temperature**2 * term
 
-        a = a - 0.04 * _gradient(client, a, batch, loss)
-    method.personalize(client, {"model": teacher, "best": teacher})
+        a = a - 0.04 * gradient(client, a, batch, loss)
+    method.personalize(client, {"model": teacher, "best": teacher}, {})
     torch.testing.assert_close(client["personal"], a, rtol=0, atol=1e-12)
     assert client.report["temperature"] == temperature and client.report["lambda"] == lam
 
@@ -207,8 +196,8 @@ def test_the_soft_term_is_not_dead(turn: Turn) -> None:
     results = []
     for lam in (0.0, 0.5):
         method = _persfl(temperatures=(5.0,), lambdas=(lam,))
-        turns, client = turn(method)
-        method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+        runtime, client = turn(method, stage="finish")
+        method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
         results.append(client["personal"])
     assert (results[0] - results[1]).abs().max() > 1e-4
 
@@ -217,8 +206,8 @@ def test_both_ways_through_the_grid_choose_the_same_point_and_model(turn: Turn) 
     found = []
     for grid in ("one-by-one", "batched"):
         method = _persfl(grid=grid, distill_epochs=3, momentum=0.5, weight_decay=0.01)
-        turns, client = turn(method)
-        method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+        runtime, client = turn(method, stage="finish")
+        method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
         found.append((client["personal"], client.report["temperature"], client.report["lambda"]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-12)
     assert found[0][1:] == found[1][1:]
@@ -226,8 +215,8 @@ def test_both_ways_through_the_grid_choose_the_same_point_and_model(turn: Turn) 
 
 def test_the_chosen_student_has_the_highest_validation_accuracy_of_the_grid(turn: Turn) -> None:
     method = _persfl(distill_epochs=4)
-    turns, client = turn(method)
-    method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+    runtime, client = turn(method, stage="finish")
+    method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
     accuracies = []
     for student in method._one_by_one(client, client.logits(client.train)[0]):
         client.model.load(student)
@@ -238,23 +227,23 @@ def test_the_chosen_student_has_the_highest_validation_accuracy_of_the_grid(turn
 
 def test_the_last_model_as_teacher_is_the_ablation_of_table_4(turn: Turn) -> None:
     method = _persfl(teacher="last")
-    turns, client = turn(method, round=9)
-    client["teacher"], client["teacher_loss"] = turns.server["model"], torch.tensor([0.0], dtype=torch.float64)
-    last = turns.server["model"] + 1
-    method.personalize(client, {"model": last, "best": turns.server["model"]})
+    runtime, client = turn(method, round=9, stage="finish")
+    client["teacher"], client["teacher_loss"] = runtime.server["model"], torch.tensor([0.0], dtype=torch.float64)
+    last = runtime.server["model"] + 1
+    method.personalize(client, {"model": last, "best": runtime.server["model"]}, {})
     assert torch.equal(client["teacher"], last) and client.report["teacher_round"] == 9
 
 
 def test_a_new_user_takes_the_better_of_the_best_and_the_last_global_model(turn: Turn) -> None:
     method = _persfl()
-    turns, client = turn(method, round=9)
-    good = turns.server["model"]
+    runtime, client = turn(method, round=9, stage="finish")
+    good = runtime.server["model"]
     bad = good.clone()
     bad[-3:] += torch.tensor([50.0, -50.0, 0.0])
-    method.personalize(client, {"model": bad, "best": good})
+    method.personalize(client, {"model": bad, "best": good}, {})
     assert torch.equal(client["teacher"], good)
-    turns, client = turn(method, round=9)
-    method.personalize(client, {"model": good, "best": bad})
+    runtime, client = turn(method, round=9, stage="finish")
+    method.personalize(client, {"model": good, "best": bad}, {})
     assert torch.equal(client["teacher"], good) and client.report["teacher_round"] == 9
 
 
@@ -264,17 +253,15 @@ def test_the_server_keeps_the_model_the_clients_found_best() -> None:
     server["best_loss"] = torch.tensor([float("inf")], dtype=torch.float64)
     for value, loss in ((1.0, 0.9), (2.0, 0.5), (3.0, 0.7)):
         sent = {"model": torch.tensor([value]), "validation_loss": torch.tensor([loss], dtype=torch.float64)}
-        method.server_round(server, Uploads([0], [1], [sent]))
+        method.aggregate(server, Uploads([0], [1], [sent]))
     # The losses are of the models that the clients received: 0, 1 and 2.
     assert server["best"].item() == 1.0 and server["best_loss"].item() == 0.5 and server["model"].item() == 3.0
 
 
-def test_persfl_without_validation_data_is_refused(partition: Any) -> None:
-    import dataclasses
-
+def test_persfl_without_validation_data_is_refused(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     empty = tuple(part[:0] for part in partition.validation)
     with pytest.raises(ValueError, match="3 of 3 clients have none"):
-        PersFL().check_data(dataclasses.replace(partition, validation=empty))
+        Federation(PersFL(), network, dataset, dataclasses.replace(partition, validation=empty))
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -309,7 +296,7 @@ def test_networks_of_linear_layers_are_trained_at_once() -> None:
 
 def test_among_equal_students_the_first_point_of_the_grid_wins(turn: Turn) -> None:
     method = _persfl(distill_epochs=0)  # all students are the teacher
-    turns, client = turn(method)
-    method.personalize(client, {"model": turns.server["model"], "best": turns.server["model"]})
+    runtime, client = turn(method, stage="finish")
+    method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
     assert (client.report["temperature"], client.report["lambda"]) == (1.0, 0.0)
     assert torch.equal(client["personal"], client["teacher"])

@@ -40,7 +40,7 @@ for name, options in (
     run.run()
     label = "-".join([name, *map(str, options.values())])
     found[f"{label}/server"] = run.server["model"]
-    found |= {f"{label}/{k}": run.store.read(k, "personal") for k in range(3)}
+    found |= {f"{label}/{k}": run.engine.store.read(k, "personal") for k in range(3)}
 save_file(found, sys.argv[1])
 """
 

@@ -19,10 +19,10 @@ def _uploads(*models: Tensor, samples: tuple[int, ...] = (3, 1)) -> Uploads:
 
 
 def test_fedavgms_clients_are_fedavgs(turn: Turn) -> None:
-    turns, client = turn(FedAvgM(lr=LR, batch_size=4, momentum=0.5))
+    runtime, client = turn(FedAvgM(lr=LR, batch_size=4, momentum=0.5))
     plain, other = turn(FedAvg(lr=LR, batch_size=4, momentum=0.5))
-    w = {"model": turns.server["model"]}
-    assert torch.equal(turns.method.client_round(client, w)["model"], plain.method.client_round(other, w)["model"])
+    w = {"model": runtime.server["model"]}
+    assert torch.equal(runtime.method.train(client, w)["model"], plain.method.train(other, w)["model"])
 
 
 def test_fedavgms_server_steps_by_its_velocity(network: nn.Module) -> None:
@@ -33,23 +33,38 @@ def test_fedavgms_server_steps_by_its_velocity(network: nn.Module) -> None:
         models = (w + shift, w - 2 * shift)
         v = 0.8 * v + (w - (3 * models[0] + models[1]) / 4)
         w = w - v
-        method.server_round(server, _uploads(*models))
+        method.aggregate(server, _uploads(*models))
         torch.testing.assert_close(server["velocity"], v, rtol=0, atol=1e-15)
         torch.testing.assert_close(server["model"], w, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("server_lr", [1.0, 0.3])
+def test_fedavgms_server_is_torchs_sgd_on_the_mean_change(network: nn.Module, server_lr: float, nesterov: bool) -> None:
+    method = FedAvgM(server_momentum=0.8, server_lr=server_lr, nesterov=nesterov)
+    server = server_of(network, model=W, velocity=torch.zeros_like(W))
+    w = W.clone().requires_grad_()
+    optimizer = torch.optim.SGD([w], lr=server_lr, momentum=0.8, nesterov=nesterov)
+    for shift in (0.5, -0.25, 0.125):
+        models = (w.detach() + shift, w.detach() - 2 * shift)
+        w.grad = w.detach() - (3 * models[0] + models[1]) / 4
+        optimizer.step()
+        method.aggregate(server, _uploads(*models))
+        torch.testing.assert_close(server["model"], w.detach(), rtol=0, atol=1e-15)
 
 
 def test_fedavgm_without_momentum_is_fedavg_to_the_bit(network: nn.Module) -> None:
     models = [torch.randn(50, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     server = server_of(network, model=models[2] * 3, velocity=torch.ones(50))
-    FedAvgM(server_momentum=0.0).server_round(server, _uploads(*models[:2]))
+    FedAvgM(server_momentum=0.0).aggregate(server, _uploads(*models[:2]))
     plain = server_of(network)
-    FedAvg().server_round(plain, _uploads(*models[:2]))
+    FedAvg().aggregate(plain, _uploads(*models[:2]))
     assert torch.equal(server["model"], plain["model"])
 
 
 def test_the_servers_momentum_leaves_buffers_alone(network: nn.Module) -> None:
     server = server_of(network, model=torch.tensor([1.0, 1.0]), velocity=torch.tensor([9.0]))  # the second is a buffer
-    FedAvgM(server_momentum=0.5).server_round(server, _uploads(torch.tensor([0.5, 0.1]), samples=(1,)))
+    FedAvgM(server_momentum=0.5).aggregate(server, _uploads(torch.tensor([0.5, 0.1]), samples=(1,)))
     assert server["model"].tolist() == pytest.approx([0.5 - 4.5, 0.1])
 
 
@@ -58,8 +73,8 @@ def test_the_servers_momentum_leaves_buffers_alone(network: nn.Module) -> None:
 
 def test_feddyns_client_minimises_the_dynamically_regularised_loss(turn: Turn) -> None:
     alpha = 0.3
-    turns, client = turn(FedDyn(lr=LR, batch_size=4, alpha=alpha))
-    theta = turns.server["model"]
+    runtime, client = turn(FedDyn(lr=LR, batch_size=4, alpha=alpha))
+    theta = runtime.server["model"]
     g = torch.linspace(-0.2, 0.3, len(theta), dtype=theta.dtype)
     client["gradient"] = g
     v = theta.clone()
@@ -69,15 +84,15 @@ def test_feddyns_client_minimises_the_dynamically_regularised_loss(turn: Turn) -
         (slope,) = torch.autograd.grad(term, regulariser)
         assert slope.abs().max() > 0
         v = v - LR * (gradient(client, v, batch) + slope)
-    sent = turns.method.client_round(client, {"model": theta})
+    sent = runtime.method.train(client, {"model": theta})
     torch.testing.assert_close(sent["model"], v, rtol=0, atol=1e-13)
     torch.testing.assert_close(client["gradient"], g - alpha * (v - theta), rtol=0, atol=1e-14)
 
 
 def test_after_a_turn_that_converged_the_kept_gradient_is_that_of_the_loss(turn: Turn) -> None:
-    turns, client = turn(FedDyn(lr=0.2, batch_size=8, local_epochs=400, alpha=1.0))
+    runtime, client = turn(FedDyn(lr=0.2, batch_size=8, local_epochs=400, alpha=1.0))
     client["gradient"] = torch.full_like(client["gradient"], 0.01)
-    found = turns.method.client_round(client, {"model": turns.server["model"]})["model"]
+    found = runtime.method.train(client, {"model": runtime.server["model"]})["model"]
     (batch,) = client.batches(8)
     torch.testing.assert_close(client["gradient"], gradient(client, found, batch), rtol=0, atol=1e-6)
 
@@ -86,36 +101,44 @@ def test_feddyns_server_subtracts_its_state_and_counts_clients_alike(network: nn
     alpha, h = 0.5, torch.tensor([0.1, -0.2], dtype=torch.float64)
     server = server_of(network, clients=4, model=W, h=h)
     models = (W + 1, W - 0.5)
-    FedDyn(alpha=alpha).server_round(server, _uploads(*models))
+    FedDyn(alpha=alpha).aggregate(server, _uploads(*models))
     h = h - alpha / 4 * ((models[0] - W) + (models[1] - W))  # over all four clients, of whom two were selected
     torch.testing.assert_close(server["h"], h, rtol=0, atol=1e-15)
     torch.testing.assert_close(server["model"], (models[0] + models[1]) / 2 - h / alpha, rtol=0, atol=1e-14)
 
 
+def test_feddyns_state_is_over_the_clients_that_can_be_selected(network: nn.Module) -> None:
+    server = server_of(network, clients=9, model=W, h=torch.zeros_like(W))
+    server.members = 4
+    FedDyn(alpha=0.5).aggregate(server, _uploads(W + 1, W - 0.5))
+    torch.testing.assert_close(server["h"], torch.full_like(W, -0.5 / 4 * 0.5), rtol=0, atol=1e-15)
+
+
 def test_feddyns_state_is_the_mean_of_what_the_clients_keep(turn: Turn, network: nn.Module) -> None:
     method = FedDyn(lr=LR, batch_size=4, alpha=0.2)
-    turns, _ = turn(method)
-    server = server_of(network, clients=3, **turns.server)
+    runtime, _ = turn(method)
+    server = server_of(network, clients=3, **runtime.server)
     gradients = {k: torch.zeros_like(server["h"]) for k in range(3)}
     for selected in ([0, 2], [1], [0, 1]):
         sent = []
         for k in selected:
             _, client = turn(method, client=k)
             client["gradient"] = gradients[k]
-            sent.append(method.client_round(client, {"model": server["model"]}))
+            sent.append(method.train(client, {"model": server["model"]}))
             gradients[k] = client["gradient"]
-        method.server_round(server, Uploads(selected, [8] * len(selected), sent))
+        method.aggregate(server, Uploads(selected, [8] * len(selected), sent))
     torch.testing.assert_close(server["h"], sum(gradients.values()) / 3, rtol=0, atol=1e-14)
 
 
 def test_feddyns_state_leaves_buffers_alone(network: nn.Module) -> None:
     server = server_of(network, clients=1, model=torch.tensor([1.0, 1.0]), h=torch.tensor([2.0]))
-    FedDyn(alpha=1.0).server_round(server, _uploads(torch.tensor([1.0, 0.1]), samples=(1,)))
+    FedDyn(alpha=1.0).aggregate(server, _uploads(torch.tensor([1.0, 0.1]), samples=(1,)))
     assert server["model"].tolist() == pytest.approx([-1.0, 0.1])
 
 
 @pytest.mark.parametrize(
-    ("cls", "option", "value"), [(FedAvgM, "server_momentum", 1.0), (FedDyn, "alpha", 0.0), (FedDyn, "alpha", -1.0)]
+    ("cls", "option", "value"),
+    [(FedAvgM, "server_momentum", 1.0), (FedAvgM, "server_lr", 0.0), (FedDyn, "alpha", 0.0), (FedDyn, "alpha", -1.0)],
 )
 def test_options_out_of_range_are_refused(cls: type, option: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{option} is"):

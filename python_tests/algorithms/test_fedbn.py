@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import LR, Turn, gradient
+from by_hand import LR, Turn, entries, gradient, joined, models
 from torch import Tensor, nn
 
 from pfl_ext.algorithms import FedBN
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Federation, Settings, Uploads, joined
+from pfl_ext.federation import Federation, InProcess, Settings, Uploads
 
 
 class Residual(nn.Module):
@@ -34,41 +34,43 @@ NORMS = 2 * (5 + 5 + 5 + 5 + 1)
 
 
 def test_every_batch_normalisation_stays_and_all_is_trained(turn: Turn) -> None:
-    turns, client = turn(FedBN(lr=LR, batch_size=4))
+    runtime, client = turn(FedBN(lr=LR, batch_size=4))
     model = client.model
-    norms = model.entries("bn1", "downsample.1")
-    received = {"shared": turns.server["shared"] + 0.1}
+    norms = entries(model, "bn1", "downsample.1")
+    received = {"shared": runtime.server["shared"] + 0.1}
     start = client["norms"] + 0.25
     client["norms"] = start
     v = joined(norms, start, received["shared"])
     for batch in client.batches(4):
         step = LR * gradient(client, v, batch)
         v = model.state() - step  # the state has the statistics of this batch
-    sent = turns.method.client_round(client, received)
+    sent = runtime.method.train(client, received)
     torch.testing.assert_close(sent["shared"], v[~norms], rtol=0, atol=1e-14)
     torch.testing.assert_close(client["norms"], v[norms], rtol=0, atol=1e-14)
     assert len(start) == NORMS and bool((client["norms"] != start).all())
-    assert torch.equal(
-        turns.method.evaluated(client, received)["personal"], joined(norms, client["norms"], received["shared"])
-    )
+    found = models(runtime, client, **received)
+    assert set(found) == {"personal"}
+    assert torch.equal(found["personal"], joined(norms, client["norms"], received["shared"]))
 
 
 def test_the_rest_is_averaged_by_samples() -> None:
     uploads = Uploads([0, 2], [3, 1], [{"shared": torch.tensor([1.0])}, {"shared": torch.tensor([5.0])}])
     server: dict[str, Tensor] = {}
-    FedBN().server_round(server, uploads)  # type: ignore[arg-type]
+    FedBN().aggregate(server, uploads)  # type: ignore[arg-type]
     assert server["shared"].tolist() == [2.0]
 
 
 def test_scales_shifts_and_statistics_are_never_sent_and_differ_between_clients(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
-    run = Federation(FedBN(lr=LR, batch_size=4), network, dataset, partition, Settings(rounds=2))
-    sent = run.run()["communication"]
+    engine = InProcess()
+    run = Federation(FedBN(lr=LR, batch_size=4), network, dataset, partition, Settings(rounds=2), engine=engine)
+    last = run.run()[-1]
+    sent = last["communication"]
     linear = 2 * (4 * 5 + 5) + 5 * 3 + 3
     assert sent["up_parameters"] == sent["down_parameters"] == 3 * linear
-    assert run.trained_parameters == linear + 2 * (5 + 5)
-    first, second = (run.store.read(k, "norms") for k in range(2))
+    assert last["training"]["trained_parameters"] == linear + 2 * (5 + 5)
+    first, second = (engine.store.read(k, "norms") for k in range(2))
     assert int((first == second).sum()) == 2  # the counters of batches alone
 
 

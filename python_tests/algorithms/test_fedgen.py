@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import LR, Turn, gradient, server_of
+from by_hand import LR, Turn, entries, gradient, server_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import FedAvg, FedGen
+from pfl_ext.algorithms.fedgen import diversity
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Client, Federation, Server, Settings, Uploads, WorkingModel
 
@@ -34,10 +35,10 @@ def _drawn(method: FedGen, counts: Tensor, stream: torch.Generator) -> tuple[Ten
     return labels, torch.cat([noise, F.one_hot(labels, CLASSES)], 1)
 
 
-def _received(turns: Any, counts: tuple[float, ...]) -> dict[str, Tensor]:
+def _received(runtime: Any, counts: tuple[float, ...]) -> dict[str, Tensor]:
     generator = torch.randn(GENERATOR, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return {
-        "model": turns.server["model"],
+        "model": runtime.server["model"],
         "generator": generator,
         "counts": torch.tensor(counts, dtype=torch.float64),
     }
@@ -46,9 +47,9 @@ def _received(turns: Any, counts: tuple[float, ...]) -> dict[str, Tensor]:
 def test_a_client_trains_on_its_data_and_on_generated_features(turn: Turn) -> None:
     lam = 0.7
     method = _method(lam=lam)
-    turns, client = turn(method)
-    received = _received(turns, (3.0, 1.0, 0.0))
-    head = client.model.entries("2")
+    runtime, client = turn(method)
+    received = _received(runtime, (3.0, 1.0, 0.0))
+    head = entries(client.model, "2")
     w = received["model"]
     stream, seen = client.stream("generator"), torch.zeros(CLASSES, dtype=torch.float64)
     for batch in client.batches(4):
@@ -62,19 +63,19 @@ def test_a_client_trains_on_its_data_and_on_generated_features(turn: Turn) -> No
         step[head] += lam * slope
         w = w - LR * step
         seen += F.one_hot(batch.targets, CLASSES).sum(0)
-    sent = method.client_round(client, received)
+    sent = method.train(client, received)
     torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-13)
     assert torch.equal(sent["counts"], seen) and int(seen.sum()) == 8
 
 
 @pytest.mark.parametrize("why", ["lam is 0", "nothing was counted yet"])
 def test_without_generated_samples_a_client_is_fedavgs(turn: Turn, why: str) -> None:
-    turns, client = turn(_method(lam=0.0) if why == "lam is 0" else _method())
-    received = _received(turns, (1.0, 1.0, 1.0) if why == "lam is 0" else (0.0, 0.0, 0.0))
+    runtime, client = turn(_method(lam=0.0) if why == "lam is 0" else _method())
+    received = _received(runtime, (1.0, 1.0, 1.0) if why == "lam is 0" else (0.0, 0.0, 0.0))
     plain, other = turn(FedAvg(lr=LR, batch_size=4))
     assert torch.equal(
-        turns.method.client_round(client, received)["model"],
-        plain.method.client_round(other, {"model": received["model"]})["model"],
+        runtime.method.train(client, received)["model"],
+        plain.method.train(other, {"model": received["model"]})["model"],
     )
 
 
@@ -85,8 +86,8 @@ def _uploads(model: Tensor, shifts: tuple[float, ...] = (0.5, -0.5)) -> Uploads:
 
 
 def _server(method: FedGen, network: nn.Module) -> Server:
-    server = server_of(network, **method.server_state(WorkingModel(network)))
-    method.prepare_server(server)
+    server = server_of(network)
+    method.set_up(server)
     return server
 
 
@@ -97,21 +98,21 @@ def test_the_server_trains_the_generator_to_be_understood_by_the_ensemble(networ
     server = _server(method, network)
     model, start = server["model"].clone(), server["generator"].clone()
     uploads = _uploads(model)
-    head = WorkingModel(network).entries("2")
+    head = entries(WorkingModel(network), "2")
     w = start.clone().requires_grad_()
     counts = torch.tensor([4.0, 4.0, 0.0], dtype=torch.float64)
     labels, given = _drawn(method, counts, server.stream("generator"))
     z = _generator(w, given)
-    heads = [state[head] for state in uploads["model"]]
+    heads = [state[head] for state in uploads.each("model")]
     logits = sum(F.linear(z, h[:15].view(3, 5), h[15:]) for h in heads) / 2
     noise = given[:, :NOISE]
-    products = torch.cdist(noise, noise) * torch.cdist(z, z)
+    products = torch.cdist(noise, noise) ** 2 / NOISE * torch.cdist(z, z, p=1) / FEATURES
     terms = (F.cross_entropy(logits, labels), gamma * torch.exp(-products.mean()))
     slopes = [torch.autograd.grad(term, w, retain_graph=True)[0] for term in terms]
     assert all(slope.abs().max() > 1e-6 for slope in slopes)
     slope = sum(slopes)
     expected = start - lr * slope / (slope.abs() + 1e-8)
-    method.server_round(server, uploads)
+    method.aggregate(server, uploads)
     torch.testing.assert_close(server["generator"], expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(server["model"], model, rtol=0, atol=1e-14)  # the plain mean of +0.5 and -0.5
     assert server["counts"].tolist() == [4.0, 4.0, 0.0]
@@ -123,9 +124,22 @@ def test_the_generator_learns_what_the_predictors_know(network: nn.Module) -> No
     server = _server(method, network)
     losses = []
     for server.round in (1, 2):
-        method.server_round(server, _uploads(server["model"]))
+        method.aggregate(server, _uploads(server["model"]))
         losses.append(server.report["generator_loss"])
     assert losses[1] < 0.1  # far below log 3
+
+
+def test_the_diversity_term_is_alive_at_real_sizes() -> None:
+    random = torch.Generator().manual_seed(0)
+    noise, features = torch.randn(32, 32, generator=random), torch.randn(32, 512, generator=random)
+    assert diversity(noise, features[:1].expand(32, 512)) == 1
+    features.requires_grad_()
+    apart = diversity(noise, features)
+    assert 0.01 < apart < 0.9
+    # Once more as far apart: less of the term, and the way there is along its gradient.
+    assert diversity(noise, 2 * features) < apart
+    (slope,) = torch.autograd.grad(apart, features)
+    assert diversity(noise, features - slope / slope.norm()) < apart
 
 
 def test_both_terms_of_the_generator_matter(network: nn.Module) -> None:
@@ -133,7 +147,7 @@ def test_both_terms_of_the_generator_matter(network: nn.Module) -> None:
     for gamma in (0.0, 5.0):
         method = _method(generator_steps=5, diversity=gamma, generator_lr=0.01)
         server = _server(method, network)
-        method.server_round(server, _uploads(server["model"]))
+        method.aggregate(server, _uploads(server["model"]))
         found.append(server["generator"])
     assert (found[0] - found[1]).abs().max() > 1e-3
 
@@ -150,10 +164,11 @@ def test_the_generator_begins_with_the_seed_of_the_run(
 
 def test_model_generator_and_counts_are_sent(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     run = Federation(_method(generator_steps=1), network, dataset, partition, Settings(rounds=2))
-    sent = run.run()["communication"]
+    last = run.run()[-1]
+    sent = last["communication"]
     assert sent["up_parameters"] == 3 * (SIZE + CLASSES)
     assert sent["down_parameters"] == 3 * (SIZE + CLASSES + GENERATOR)
-    assert run.trained_parameters == SIZE
+    assert last["training"]["trained_parameters"] == SIZE
 
 
 def test_a_head_without_linear_layers_is_refused(dataset: Dataset, partition: Partition) -> None:
@@ -163,7 +178,7 @@ def test_a_head_without_linear_layers_is_refused(dataset: Dataset, partition: Pa
 
 
 def test_data_of_several_labels_a_sample_are_refused(turn: Turn) -> None:
-    turns, client = turn(_method())
+    runtime, client = turn(_method())
 
     def batches(*_: Any, **__: Any) -> Any:
         batch = next(Client.batches(client, 4))
@@ -171,7 +186,7 @@ def test_data_of_several_labels_a_sample_are_refused(turn: Turn) -> None:
 
     client.batches = batches  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="several labels a sample"):
-        turns.method.client_round(client, _received(turns, (1.0, 1.0, 1.0)))
+        runtime.method.train(client, _received(runtime, (1.0, 1.0, 1.0)))
 
 
 @pytest.mark.parametrize(

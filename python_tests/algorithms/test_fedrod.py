@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from by_hand import LR, Turn, models, personalize
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,8 +12,6 @@ from pfl_ext.algorithms import FedAvg, FedRoD
 from pfl_ext.data import Dataset
 from pfl_ext.federation import Client
 
-Turn = Callable[..., tuple[Any, Client]]
-LR = 0.1
 HEAD = 5 * 3 + 3  # the last layer of the network
 
 
@@ -27,74 +24,76 @@ def _logits(client: Client, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tens
 
 
 def test_the_generic_model_is_trained_by_the_balanced_softmax(turn: Turn) -> None:
-    turns, client = turn(FedRoD(lr=LR, batch_size=4, gamma=1.0))
+    runtime, client = turn(FedRoD(lr=LR, batch_size=4, gamma=1.0))
     counts = client.label_counts().double()
     assert counts.sum() == 8
-    w = turns.server["model"]
+    w = runtime.server["model"]
     for batch in client.batches(4):
         v = w.clone().requires_grad_()
         weighed = _logits(client, v, batch.inputs)[1].exp() * counts  # n_c exp(z_c) / sum n exp(z)
         loss = -(weighed.gather(1, batch.targets[:, None])[:, 0] / weighed.sum(1)).log().mean()
         w = w - LR * torch.autograd.grad(loss, v)[0]
-    sent = turns.method.client_round(client, {"model": turns.server["model"]})
+    sent = runtime.method.train(client, {"model": runtime.server["model"]})
     torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-13)
 
 
 def test_a_class_that_the_client_does_not_have_is_no_trouble(
     turn: Turn, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns, client = turn(FedRoD(lr=LR, batch_size=4))
+    runtime, client = turn(FedRoD(lr=LR, batch_size=4))
     targets = dataset.targets.clone()
     targets[client.train] = targets[client.train] % 2
     client._dataset = dataclasses.replace(dataset, targets=targets)
     assert client.label_counts().tolist()[2] == 0
-    sent = turns.method.client_round(client, {"model": turns.server["model"]})
+    sent = runtime.method.train(client, {"model": runtime.server["model"]})
     assert torch.isfinite(sent["model"]).all()
     # Nothing is learnt of it: the head's row of that class has no gradient.
-    head = sent["model"][-HEAD:], turns.server["model"][-HEAD:]
+    head = sent["model"][-HEAD:], runtime.server["model"][-HEAD:]
     assert torch.equal(head[0][10:15], head[1][10:15]) and head[0][-1] == head[1][-1]
     assert not torch.equal(head[0][:5], head[1][:5])
 
 
-def test_the_personal_head_adds_to_the_generic_logits_and_alone_is_trained(turn: Turn) -> None:
-    turns, client = turn(FedRoD(lr=LR, batch_size=4))
-    sent = turns.server["model"] * 1.1
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_the_personal_head_adds_to_the_generic_logits_and_alone_is_trained(turn: Turn, decay: float) -> None:
+    runtime, client = turn(FedRoD(lr=LR, batch_size=4, weight_decay=decay))
+    sent = runtime.server["model"] * 1.1
     phi = torch.linspace(-0.5, 0.5, HEAD, dtype=torch.float64)
     client["head"] = phi
     for batch in client.batches(4, name="personal"):
         p = phi.clone().requires_grad_()
         z, generic = _logits(client, sent, batch.inputs)
         logits = generic + F.linear(z, p[:15].view(3, 5), p[15:])
-        phi = phi - LR * torch.autograd.grad(F.cross_entropy(logits, batch.targets), p)[0]
+        phi = phi - LR * (torch.autograd.grad(F.cross_entropy(logits, batch.targets), p)[0] + decay * phi)
     before = sent.clone()
-    turns.method.personal_round(client, {"model": turns.server["model"]}, {"model": sent})
+    personalize(runtime, client, {"model": runtime.server["model"]}, {"model": sent})
     torch.testing.assert_close(client["head"], phi, rtol=0, atol=1e-13)
     assert torch.equal(sent, before)
     assert torch.equal(client["personal"][:-HEAD], sent[:-HEAD])  # frozen to the bit
     torch.testing.assert_close(client["personal"][-HEAD:], sent[-HEAD:] + phi, rtol=0, atol=1e-13)
-    evaluated = turns.method.evaluated(client, {"model": sent})
+    evaluated = models(runtime, client, model=sent)
     assert torch.equal(evaluated["global"], sent) and torch.equal(evaluated["personal"], client["personal"])
 
 
 def test_without_balancing_the_generic_model_is_fedavgs(turn: Turn) -> None:
-    turns, client = turn(FedRoD(lr=LR, batch_size=4, gamma=0.0))
+    runtime, client = turn(FedRoD(lr=LR, batch_size=4, gamma=0.0))
     plain, other = turn(FedAvg(lr=LR, batch_size=4))
-    received = {"model": turns.server["model"]}
-    assert torch.equal(
-        turns.method.client_round(client, received)["model"], plain.method.client_round(other, received)["model"]
-    )
+    received = {"model": runtime.server["model"]}
+    assert torch.equal(runtime.method.train(client, received)["model"], plain.method.train(other, received)["model"])
 
 
 def test_neither_part_is_dead(turn: Turn) -> None:
-    turns, client = turn(FedRoD(lr=LR, batch_size=4))
+    runtime, client = turn(FedRoD(lr=LR, batch_size=4))
     plain, other = turn(FedRoD(lr=LR, batch_size=4, gamma=0.0))
-    received = {"model": turns.server["model"]}
-    sent = turns.method.client_round(client, received)
-    assert not torch.equal(sent["model"], plain.method.client_round(other, received)["model"])
-    turns.method.personal_round(client, received, sent)
+    received = {"model": runtime.server["model"]}
+    sent = runtime.method.train(client, received)
+    assert not torch.equal(sent["model"], plain.method.train(other, received)["model"])
+    personalize(runtime, client, received, sent)
     assert client["head"].abs().min() > 0
 
 
-def test_weight_decay_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"weight_decay is 0\.1"):
-        FedRoD(weight_decay=0.1)
+def test_weight_decay_of_the_generic_model_is_that_of_all_its_parameters(turn: Turn) -> None:
+    options = {"lr": LR, "batch_size": 4, "weight_decay": 0.1}
+    runtime, client = turn(FedRoD(**options, gamma=0.0))
+    plain, other = turn(FedAvg(**options))
+    received = {"model": runtime.server["model"]}
+    assert torch.equal(runtime.method.train(client, received)["model"], plain.method.train(other, received)["model"])

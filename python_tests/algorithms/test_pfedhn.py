@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from by_hand import LR, Turn, gradient
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import PFedHN
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Federation, Settings, Uploads
+from pfl_ext.federation import Federation, Settings, Uploads
 
-Turn = Callable[..., tuple[Any, Client]]
-LR = 0.1
 SMALL: dict[str, Any] = {"lr": LR, "batch_size": 4, "width": 6, "hidden_layers": 1, "embedding": 2}
 
 
@@ -31,31 +29,28 @@ def _hypernetwork(server: Any) -> dict[str, Tensor]:
 
 
 def test_each_client_is_sent_what_the_hypernetwork_makes_of_its_embedding(turn: Turn) -> None:
-    turns, _ = turn(PFedHN(**SMALL))
+    runtime, _ = turn(PFedHN(**SMALL))
     for k in range(3):
-        sent = turns.method.sends(turns.server, k, ("model",))["model"]
-        torch.testing.assert_close(sent, _weights(turns.server, k), rtol=0, atol=1e-15)
-    assert not torch.equal(_weights(turns.server, 0), _weights(turns.server, 1))
+        sent = runtime.method.sends(runtime.server, k, "train")["model"]
+        torch.testing.assert_close(sent, _weights(runtime.server, k), rtol=0, atol=1e-15)
+    assert not torch.equal(_weights(runtime.server, 0), _weights(runtime.server, 1))
 
 
 def test_a_client_sends_how_sgd_changed_its_weights(turn: Turn) -> None:
-    turns, client = turn(PFedHN(**SMALL))
-    start = turns.method.sends(turns.server, 0, ("model",))["model"]
+    runtime, client = turn(PFedHN(**SMALL))
+    start = runtime.method.sends(runtime.server, 0, "train")["model"]
     v = start
     for batch in client.batches(4):
-        client.model.load(v)
-        loss = F.cross_entropy(client.model.module(batch.inputs), batch.targets)
-        gradients = torch.autograd.grad(loss, list(client.model.module.parameters()))
-        v = v - LR * torch.cat([g.flatten() for g in gradients])
-    sent = turns.method.client_round(client, {"model": start})
+        v = v - LR * gradient(client, v, batch)
+    sent = runtime.method.train(client, {"model": start})
     assert set(sent) == {"difference"}
     torch.testing.assert_close(sent["difference"], start - v, rtol=0, atol=1e-14)
 
 
 def test_the_gradients_of_a_clients_steps_are_cut_too(turn: Turn) -> None:
     clip = 0.05
-    turns, client = turn(PFedHN(**SMALL, clip=clip))
-    start = turns.method.sends(turns.server, 0, ("model",))["model"]
+    runtime, client = turn(PFedHN(**SMALL, clip=clip))
+    start = runtime.method.sends(runtime.server, 0, "train")["model"]
     client.model.load(start)
     params = list(client.model.module.parameters())
     optimizer = torch.optim.SGD(params, lr=LR)
@@ -65,7 +60,7 @@ def test_the_gradients_of_a_clients_steps_are_cut_too(turn: Turn) -> None:
         assert torch.nn.utils.clip_grad_norm_(params, clip) > clip
         optimizer.step()
     expected = start - client.model.state()
-    sent = turns.method.client_round(client, {"model": start})
+    sent = runtime.method.train(client, {"model": start})
     torch.testing.assert_close(sent["difference"], expected, rtol=0, atol=1e-15)
 
 
@@ -75,8 +70,8 @@ def test_the_servers_steps_are_torchs_sgd_on_the_jacobians_products(turn: Turn, 
     method = PFedHN(
         **SMALL, server_lr=0.2, embedding_lr=0.3, server_momentum=momentum, server_weight_decay=0.01, clip=clip
     )  # fmt: skip
-    turns, _ = turn(method)
-    leaves = {name: vector.requires_grad_() for name, vector in _hypernetwork(turns.server).items()}
+    runtime, _ = turn(method)
+    leaves = {name: vector.requires_grad_() for name, vector in _hypernetwork(runtime.server).items()}
     embeddings = leaves["embeddings"]
     groups = [
         {"params": [vector for name, vector in leaves.items() if name != "embeddings"]},
@@ -98,29 +93,28 @@ def test_the_servers_steps_are_torchs_sgd_on_the_jacobians_products(turn: Turn, 
         norm = torch.nn.utils.clip_grad_norm_(list(leaves.values()), clip)
         assert (norm > clip) == (clip < 1)
         optimizer.step()
-        method.server_round(turns.server, Uploads(clients, [5, 1], [{"difference": d} for d in differences]))
-        assert turns.server.report["gradient_norm"] == pytest.approx(float(norm), rel=1e-12)
+        method.aggregate(runtime.server, Uploads(clients, [5, 1], [{"difference": d} for d in differences]))
+        assert runtime.server.report["gradient_norm"] == pytest.approx(float(norm), rel=1e-12)
         for name, vector in leaves.items():
-            torch.testing.assert_close(turns.server[name], vector.detach(), rtol=0, atol=1e-13)
+            torch.testing.assert_close(runtime.server[name], vector.detach(), rtol=0, atol=1e-13)
 
 
 def test_every_part_of_the_hypernetwork_gets_a_gradient_and_other_clients_embeddings_get_none(turn: Turn) -> None:
     method = PFedHN(**SMALL, server_weight_decay=0.0)
-    turns, client = turn(method)
-    before = _hypernetwork(turns.server)
-    sent = method.client_round(client, method.sends(turns.server, 0, ("model",)))
-    method.server_round(turns.server, Uploads([0], [8], [sent]))
+    runtime, client = turn(method)
+    before = _hypernetwork(runtime.server)
+    sent = method.train(client, method.sends(runtime.server, 0, "train"))
+    method.aggregate(runtime.server, Uploads([0], [8], [sent]))
     for name, vector in before.items():
-        assert not torch.equal(turns.server[name], vector), name
-    assert torch.equal(turns.server["embeddings"][1:], before["embeddings"][1:])
+        assert not torch.equal(runtime.server[name], vector), name
+    assert torch.equal(runtime.server["embeddings"][1:], before["embeddings"][1:])
 
 
 def test_what_is_counted_as_sent_is_the_generated_weights(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     run = Federation(PFedHN(lr=LR), network, dataset, partition, Settings(rounds=1, participation=0.7))
-    run.run()
-    counted = run.records[0]["communication"]
+    counted = run.run()[0]["communication"]
     assert counted["up_parameters"] == counted["down_parameters"] == 2 * 43
     assert run.server["embeddings"].shape == (3, 1) and run.server["heads.weight"].shape == (43, 100)
 
@@ -131,17 +125,17 @@ def test_a_client_that_never_took_part_is_evaluated_by_its_own_embedding(
     settings = Settings(rounds=1, new_clients=1)
     run = Federation(PFedHN(**SMALL, server_weight_decay=0.0), network, dataset, partition, settings)
     drawn = run.server["embeddings"].clone()
-    run.run()
+    last = run.run()[-1]
     assert torch.equal(run.server["embeddings"][2], drawn[2])
     assert not torch.equal(run.server["embeddings"][:2], drawn[:2])
-    assert run.records[-1]["new_clients"]["personal"]["test"]["accuracy"]["count"] == 1
+    assert last["new_clients"]["personal"]["test"]["accuracy"]["count"] == 1
 
 
 def test_the_heads_can_begin_around_the_networks_own_weights(turn: Turn) -> None:
-    turns, client = turn(PFedHN(**SMALL, start="network"))
-    assert torch.equal(turns.server["heads.bias"], client.model.state())
+    runtime, client = turn(PFedHN(**SMALL, start="network"))
+    assert torch.equal(runtime.server["heads.bias"], client.model.state())
     other, _ = turn(PFedHN(**SMALL))
-    assert torch.equal(turns.server["heads.weight"], other.server["heads.weight"])
+    assert torch.equal(runtime.server["heads.weight"], other.server["heads.weight"])
 
 
 def test_buffers_and_frozen_parameters_are_not_generated(dataset: Dataset, partition: Partition) -> None:
@@ -150,13 +144,13 @@ def test_buffers_and_frozen_parameters_are_not_generated(dataset: Dataset, parti
     network[3].bias.requires_grad_(False)
     run = Federation(PFedHN(**SMALL), network, dataset, partition, Settings(rounds=1))
     assert run.server["heads.bias"].numel() == 25 + 10 + 15
-    run.run()
-    sent = run.method.sends(run.server, 0, ("model",))["model"]
+    (record,) = run.run()
+    sent = run.method.sends(run.server, 0, "train")["model"]
     run.server.model.load(sent)
     trained = run.server.model.module
     assert torch.equal(trained[3].bias, network[3].bias)
     assert not torch.equal(trained[1].running_mean, network[1].running_mean)
-    assert run.records[0]["communication"]["down_parameters"] == 3 * sent.numel()
+    assert record["communication"]["down_parameters"] == 3 * sent.numel()
 
 
 @pytest.mark.parametrize(

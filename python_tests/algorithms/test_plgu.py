@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from by_hand import LR, Turn, entries, gradient, joined, models
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pfl_ext import _native
 from pfl_ext.algorithms import METHODS, PLGUGHN, PLGULF, FedRep, FedSAM, PFedHN, PLGUGRep, Standalone
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Federation, Settings
-from pfl_ext.federation.model import WorkingModel
+from pfl_ext.engines import Workers
+from pfl_ext.federation import Federation, InProcess, Settings, WorkingModel
 from pfl_ext.ops._declare import Op
 
-Turn = Callable[..., tuple[Any, Client]]
-LR, RHO = 0.1, 0.3
+RHO = 0.3
 SIZES = (25, 18)  # of the two layers: 4 x 5 + 5 and 5 x 3 + 3
-
-
-def _gradient(client: Client, state: Tensor, batch: Any) -> Tensor:
-    client.model.load(state)
-    loss = F.cross_entropy(client.model.module(batch.inputs), batch.targets)
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(client.model.module.parameters()))])
 
 
 def _scores(a: Tensor, b: Tensor, sizes: tuple[int, ...] = SIZES) -> Tensor:
@@ -36,9 +27,9 @@ def _scores(a: Tensor, b: Tensor, sizes: tuple[int, ...] = SIZES) -> Tensor:
     return torch.cat([x.expand(n) for x, n in zip(xi, sizes, strict=True)])
 
 
-def _start(turns: Any) -> tuple[Tensor, Tensor]:
+def _start(runtime: Any) -> tuple[Tensor, Tensor]:
     """A global and a personal model; the personal one's second layer is the farther from it."""
-    w = turns.server["model"]
+    w = runtime.server["model"]
     noise = torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=w.dtype)
     return w, w + torch.cat([0.1 * noise[: SIZES[0]], 0.5 * noise[SIZES[0] :]])
 
@@ -48,57 +39,57 @@ def _start(turns: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("ascent", ["personal", "global"])
 def test_lf_takes_the_steps_of_algorithm_1(turn: Turn, ascent: str) -> None:
-    turns, client = turn(PLGULF(lr=LR, batch_size=4, rho=RHO, personal_layers=1, ascent=ascent))
-    w, kept = _start(turns)
+    runtime, client = turn(PLGULF(lr=LR, batch_size=4, rho=RHO, personal_layers=1, ascent=ascent))
+    w, kept = _start(runtime)
     client["personal"] = kept
     xi = _scores(kept, w)
     assert xi[-1] > xi[0]
     theta, w_k = torch.cat([w[: SIZES[0]], kept[SIZES[0] :]]), w.clone()
     for batch in client.batches(4):
-        g = _gradient(client, theta, batch)
+        g = gradient(client, theta, batch)
         theta = theta - LR * g
         if ascent == "global":
-            g = _gradient(client, w_k, batch)
-        w_k = w_k - LR * _gradient(client, w_k + RHO * xi * g / g.norm(), batch)
-    sent = turns.method.client_round(client, {"model": w})
+            g = gradient(client, w_k, batch)
+        w_k = w_k - LR * gradient(client, w_k + RHO * xi * g / g.norm(), batch)
+    sent = runtime.method.train(client, {"model": w})
     torch.testing.assert_close(sent["model"], w_k, rtol=0, atol=1e-14)
     torch.testing.assert_close(client["personal"], theta, rtol=0, atol=1e-14)
 
 
 def test_momentum_is_kept_apart_for_both_models(turn: Turn) -> None:
-    turns, client = turn(PLGULF(lr=LR, batch_size=4, rho=RHO, personal_layers=1, momentum=0.5))
-    w, kept = _start(turns)
+    runtime, client = turn(PLGULF(lr=LR, batch_size=4, rho=RHO, personal_layers=1, momentum=0.5))
+    w, kept = _start(runtime)
     client["personal"] = kept
     xi = _scores(kept, w)
     theta, w_k = torch.cat([w[: SIZES[0]], kept[SIZES[0] :]]), w.clone()
     moved, moved_w = torch.zeros_like(w), torch.zeros_like(w)
     for batch in client.batches(4):
-        g = _gradient(client, theta, batch)
+        g = gradient(client, theta, batch)
         moved = 0.5 * moved + g
         theta = theta - LR * moved
-        moved_w = 0.5 * moved_w + _gradient(client, w_k + RHO * xi * g / g.norm(), batch)
+        moved_w = 0.5 * moved_w + gradient(client, w_k + RHO * xi * g / g.norm(), batch)
         w_k = w_k - LR * moved_w
-    sent = turns.method.client_round(client, {"model": w})
+    sent = runtime.method.train(client, {"model": w})
     torch.testing.assert_close(sent["model"], w_k, rtol=0, atol=1e-14)
     torch.testing.assert_close(client["personal"], theta, rtol=0, atol=1e-14)
 
 
 def test_the_layers_with_the_largest_scores_stay_and_the_others_are_replaced_to_the_bit(turn: Turn) -> None:
-    turns, client = turn(PLGULF(personal_layers=1, local_epochs=0))
-    w, kept = _start(turns)
+    runtime, client = turn(PLGULF(personal_layers=1, local_epochs=0))
+    w, kept = _start(runtime)
     client["personal"] = kept
-    sent = turns.method.client_round(client, {"model": w})
+    sent = runtime.method.train(client, {"model": w})
     assert torch.equal(client["personal"], torch.cat([w[: SIZES[0]], kept[SIZES[0] :]]))
     assert torch.equal(sent["model"], w)
 
 
 def test_a_tensor_can_be_a_layer(turn: Turn) -> None:
-    turns, client = turn(PLGULF(personal_layers=1, local_epochs=0, layers="tensor"))
-    w = turns.server["model"]
+    runtime, client = turn(PLGULF(personal_layers=1, local_epochs=0, layers="tensor"))
+    w = runtime.server["model"]
     kept = w + 0.01
     kept[20:25] += 1  # the first bias
     client["personal"] = kept
-    turns.method.client_round(client, {"model": w})
+    runtime.method.train(client, {"model": w})
     expected = w.clone()
     expected[20:25] = kept[20:25]
     assert torch.equal(client["personal"], expected)
@@ -108,11 +99,11 @@ def test_a_tensor_can_be_a_layer(turn: Turn) -> None:
 def test_the_first_turn_begins_with_equal_scores_and_its_first_step_is_sams(
     turn: Turn, options: dict[str, Any], radius: float
 ) -> None:
-    turns, client = turn(PLGULF(lr=LR, batch_size=4, local_steps=1, rho=RHO, **options))
+    runtime, client = turn(PLGULF(lr=LR, batch_size=4, local_steps=1, rho=RHO, **options))
     plain, other = turn(FedSAM(lr=LR, batch_size=4, local_steps=1, rho=radius))
-    w = {"model": turns.server["model"]}
+    w = {"model": runtime.server["model"]}
     assert "personal" not in client
-    sent, expected = turns.method.client_round(client, w)["model"], plain.method.client_round(other, w)["model"]
+    sent, expected = runtime.method.train(client, w)["model"], plain.method.train(other, w)["model"]
     # rho * xi / ||g|| and radius / ||g|| are rounded in another order: a few units in the last place of epsilon.
     torch.testing.assert_close(sent, expected, rtol=0, atol=1e-15)
 
@@ -127,23 +118,23 @@ def test_without_personal_layers_it_is_fedsam_to_the_bit(
         PLGULF(**common, rho=RHO, personal_layers=0, **options), network, dataset, partition, settings
     )  # fmt: skip
     theirs = Federation(FedSAM(**common, rho=radius), network, dataset, partition, settings)
-    ours.run()
-    theirs.run()
+    last, expected = ours.run()[-1], theirs.run()[-1]
     assert torch.equal(ours.server["model"], theirs.server["model"])
-    assert ours.store.names == [] and set(ours.records[-1]["models"]) == {"global"}
-    assert ours.trained_parameters == theirs.trained_parameters
+    assert ours.engine.state() == {} and set(last["models"]) == {"global"}
+    assert last["training"]["trained_parameters"] == expected["training"]["trained_parameters"] == sum(SIZES)
 
 
 def test_with_all_layers_personal_clients_have_models_of_their_own_to_the_bit(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     common: dict[str, Any] = {"lr": LR, "batch_size": 3, "momentum": 0.5}
-    ours = Federation(PLGULF(**common, rho=RHO, personal_layers=2), network, dataset, partition, Settings(rounds=3))
-    alone = Federation(Standalone(**common), network, dataset, partition, Settings(rounds=3))
-    ours.run()
-    alone.run()
-    for k in range(partition.clients):
-        assert torch.equal(ours.store.read(k, "personal"), alone.store.read(k, "personal"))
+    kept = []
+    for method in (PLGULF(**common, rho=RHO, personal_layers=2), Standalone(**common)):
+        run = Federation(method, network, dataset, partition, Settings(rounds=3))
+        run.run()
+        kept.append(run.engine.state())
+    assert kept[0]["personal/clients"].tolist() == kept[1]["personal/clients"].tolist() == [0, 1, 2]
+    assert torch.equal(kept[0]["personal/rows"], kept[1]["personal/rows"])
 
 
 @pytest.mark.parametrize("full_radius", [False, True])
@@ -175,10 +166,10 @@ def test_scores_by_the_root_of_the_size_are_root_mean_squares() -> None:
 
 
 def test_the_perturbation_follows_norm_exponent_and_ball(turn: Turn) -> None:
-    turns, client = turn(PLGULF(personal_layers=1))
-    w, kept = _start(turns)
+    runtime, client = turn(PLGULF(personal_layers=1))
+    w, kept = _start(runtime)
     (batch,) = client.batches(4, steps=1)
-    g, xi = _gradient(client, kept, batch), _scores(kept, w)
+    g, xi = gradient(client, kept, batch), _scores(kept, w)
     norms = torch.cat([part.norm().expand(n) for part, n in zip(g.split(SIZES), SIZES, strict=True)])
     expected = {
         (): g / g.norm(),
@@ -189,26 +180,27 @@ def test_the_perturbation_follows_norm_exponent_and_ball(turn: Turn) -> None:
     for options, direction in expected.items():
         method = PLGULF(lr=LR, batch_size=4, local_steps=1, rho=RHO, personal_layers=2, **dict(options))
         client["personal"] = kept
-        sent = method.client_round(client, {"model": w})
+        sent = method.train(client, {"model": w})
         at = w + RHO * xi * direction
-        torch.testing.assert_close(sent["model"], w - LR * _gradient(client, at, batch), rtol=0, atol=1e-14)
+        torch.testing.assert_close(sent["model"], w - LR * gradient(client, at, batch), rtol=0, atol=1e-14)
 
 
 def test_a_client_that_never_took_part_has_the_global_model(turn: Turn) -> None:
-    turns, client = turn(PLGULF())
-    found = turns.method.evaluated(client, {"model": turns.server["model"]})
+    runtime, client = turn(PLGULF())
+    found = models(runtime, client, model=runtime.server["model"] + 0.1)
     assert torch.equal(found["personal"], found["global"])
 
 
 def test_running_statistics_of_both_models_are_their_own(dataset: Dataset, partition: Partition) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
-    ours = Federation(PLGULF(lr=LR, personal_layers=3), network, dataset, partition, Settings(rounds=2))
-    alone = Federation(Standalone(lr=LR), network, dataset, partition, Settings(rounds=2))
-    ours.run()
-    alone.run()
-    for k in range(partition.clients):
-        assert torch.equal(ours.store.read(k, "personal"), alone.store.read(k, "personal"))
+    kept = []
+    for method in (PLGULF(lr=LR, personal_layers=3), Standalone(lr=LR)):
+        run = Federation(method, network, dataset, partition, Settings(rounds=2))
+        run.run()
+        kept.append(run.engine.state())
+    assert kept[0]["personal/clients"].tolist() == kept[1]["personal/clients"].tolist() == [0, 1, 2]
+    assert torch.equal(kept[0]["personal/rows"], kept[1]["personal/rows"])
 
 
 @pytest.mark.parametrize(
@@ -240,22 +232,21 @@ def test_the_papers_five_of_23_layers_are_taken_in_proportion(layers: int, count
 def test_grep_takes_the_steps_of_equations_9_to_13(turn: Turn, steps: int) -> None:
     # The head is the first layer, so that the representation has the two tensors of the other and scores matter.
     method = PLGUGRep(lr=LR, batch_size=4, head_epochs=2, rho=RHO, head="0", local_steps=steps, layers="tensor")
-    turns, client = turn(method)
-    head = client.model.entries("0")
+    runtime, client = turn(method)
+    head = entries(client.model, "0")
     sizes = (15, 3)
-    phi = turns.server["representation"] + 0.1
+    phi = runtime.server["representation"] + 0.1
     client["head"] = client["head"] - 0.2
-    v = client.model.state()
-    v[head], v[~head] = client["head"], phi
+    v = joined(head, client["head"], phi)
     for batch in client.batches(4, epochs=2, name="head"):
-        v = v - LR * torch.where(head, _gradient(client, v, batch), 0.0)  # (9)
+        v = v - LR * torch.where(head, gradient(client, v, batch), 0.0)  # (9)
     for batch in client.batches(4, steps=1) if steps else client.batches(4):
-        v = v - LR * torch.where(head, 0.0, _gradient(client, v, batch))  # (11)
-        g = torch.where(head, 0.0, _gradient(client, v, batch))
+        v = v - LR * torch.where(head, 0.0, gradient(client, v, batch))  # (11)
+        g = torch.where(head, 0.0, gradient(client, v, batch))
         epsilon = torch.zeros_like(v)
         epsilon[~head] = RHO * _scores(v[~head], phi, sizes) * g[~head] / g.norm()  # (10), (12)
-        v = v - LR * torch.where(head, 0.0, _gradient(client, v + epsilon, batch))  # (13)
-    sent = method.client_round(client, {"representation": phi})
+        v = v - LR * torch.where(head, 0.0, gradient(client, v + epsilon, batch))  # (13)
+    sent = method.train(client, {"representation": phi})
     torch.testing.assert_close(client["head"], v[head], rtol=0, atol=1e-14)
     torch.testing.assert_close(sent["representation"], v[~head], rtol=0, atol=1e-14)
 
@@ -263,9 +254,9 @@ def test_grep_takes_the_steps_of_equations_9_to_13(turn: Turn, steps: int) -> No
 def test_greps_head_is_that_of_fedrep_to_the_bit(turn: Turn) -> None:
     heads = []
     for method in (PLGUGRep(lr=LR, batch_size=4, rho=RHO), FedRep(lr=LR, batch_size=4)):
-        turns, client = turn(method)
-        before = turns.server["representation"].clone()
-        sent = method.client_round(client, {"representation": turns.server["representation"]})
+        runtime, client = turn(method)
+        before = runtime.server["representation"].clone()
+        sent = method.train(client, {"representation": runtime.server["representation"]})
         heads.append(client["head"])
         assert not torch.equal(sent["representation"], before)
     assert torch.equal(*heads)
@@ -275,13 +266,13 @@ def test_greps_head_is_that_of_fedrep_to_the_bit(turn: Turn) -> None:
 
 
 def test_ghn_scores_layers_by_their_distance_from_what_was_sent(turn: Turn) -> None:
-    turns, client = turn(PLGUGHN(lr=LR, batch_size=4, rho=RHO))
-    sent_down = turns.method.sends(turns.server, 0, ("model",))["model"]
+    runtime, client = turn(PLGUGHN(lr=LR, batch_size=4, rho=RHO))
+    sent_down = runtime.method.sends(runtime.server, 0, "train")["model"]
     v = sent_down.clone()
     for batch in client.batches(4):
-        g = _gradient(client, v, batch)
-        v = v - LR * _gradient(client, v + RHO * _scores(v, sent_down) * g / g.norm(), batch)
-    sent = turns.method.client_round(client, {"model": sent_down})
+        g = gradient(client, v, batch)
+        v = v - LR * gradient(client, v + RHO * _scores(v, sent_down) * g / g.norm(), batch)
+    sent = runtime.method.train(client, {"model": sent_down})
     torch.testing.assert_close(sent["difference"], sent_down - v, rtol=0, atol=1e-14)
 
 
@@ -303,8 +294,8 @@ def test_the_perturbation_is_not_dead(turn: Turn, name: str) -> None:
     sent = []
     for rho in (0.0, RHO):
         method = METHODS[name](lr=LR, batch_size=4, rho=rho)
-        turns, client = turn(method)
-        sent.append(method.client_round(client, method.sends(turns.server, 0, method.received())))
+        runtime, client = turn(method)
+        sent.append(method.train(client, method.sends(runtime.server, 0, "train")))
     for key in sent[0]:
         assert (sent[0][key] - sent[1][key]).abs().max() > 1e-5
 
@@ -317,10 +308,10 @@ def test_plain_torch_gives_what_the_native_ops_give(turn: Turn, name: str, monke
         if plain:
             monkeypatch.setattr(Op, "__call__", lambda op, *arguments: op.reference(*arguments))
         method = METHODS[name](lr=LR, batch_size=4, rho=RHO, momentum=0.5)
-        turns, client = turn(method)
+        runtime, client = turn(method)
         if name == "plgu-lf":
-            client["personal"] = _start(turns)[1]
-        sent.append(method.client_round(client, method.sends(turns.server, 0, method.received())))
+            client["personal"] = _start(runtime)[1]
+        sent.append(method.train(client, method.sends(runtime.server, 0, "train")))
     for key in sent[0]:
         # A handful of steps on 43 numbers of size 1: each rounds a few times at 2^-53, and a step grows no error
         # by more than 1 + lr * ||Hessian||, which is below 2 here.
@@ -331,13 +322,11 @@ def test_plain_torch_gives_what_the_native_ops_give(turn: Turn, name: str, monke
 def test_workers_give_the_bits_of_one_process(
     name: str, dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
-    method, settings = METHODS[name](lr=LR, batch_size=4, rho=RHO), Settings(rounds=2)
-    runs = []
-    for workers in (1, 2):
-        run = Federation(method, network, dataset, partition, dataclasses.replace(settings, workers=workers))
+    method = METHODS[name](lr=LR, batch_size=4, rho=RHO)
+    found = []
+    for engine in (InProcess(), Workers(2)):
+        run = Federation(method, network, dataset, partition, Settings(rounds=2), engine=engine)
         run.run()
-        runs.append(run)
-    assert all(torch.equal(runs[0].server[name], runs[1].server[name]) for name in runs[0].server)
-    for k in range(partition.clients):
-        for kept in runs[0].store.names:
-            assert torch.equal(runs[0].store.read(k, kept), runs[1].store.read(k, kept))
+        found.append({**run.server, **{f"clients/{kept}": vector for kept, vector in engine.state().items()}})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][vector], found[1][vector]) for vector in found[0])

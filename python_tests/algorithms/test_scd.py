@@ -1,25 +1,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from by_hand import LR, Turn, personalize
 from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import SCD, Ditto, FedAvg, FedRoD, Standalone
-from pfl_ext.federation import Client, Federation, Settings, WorkingModel, fine_tune
-
-Turn = Callable[..., tuple[Any, Client]]
-LR = 0.1
+from pfl_ext.federation import Client, ClientRuntime, Federation, InProcess, Settings, Task, fine_tune
 
 
-def _whole_turn(client: Client, method: Any, received: dict[str, Tensor]) -> dict[str, Tensor]:
+def _whole_turn(runtime: ClientRuntime, client: Client, received: dict[str, Tensor]) -> dict[str, Tensor]:
     """The generic part, then the personal one; what was sent."""
-    sent: dict[str, Tensor] = method.client_round(client, received)
-    method.personal_round(client, received, sent)
+    sent = runtime.method.train(client, received)
+    personalize(runtime, client, received, sent)
     return sent
 
 
@@ -46,8 +43,8 @@ def _step(client: Client, state: Tensor, teacher: Tensor, lam: float, tau: float
 @pytest.mark.parametrize("form", ["normalized", "paper", "generalized"])
 def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) -> None:
     method = SCD(lr=LR, momentum=0.0, batch_size=4, lam_g=0.3, lam_p=0.2, tau=0.4, form=form, personal_epochs=2)
-    turns, client = turn(method)
-    w = turns.server["model"]
+    runtime, client = turn(method)
+    w = runtime.server["model"]
     start = w + 0.1 * torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=w.dtype)
     client["personal"] = start
     generic, personal = w, start
@@ -55,22 +52,22 @@ def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) 
         generic = _step(client, generic, start, 0.3, 0.4, form, batch)
     for batch in client.batches(4, epochs=2):
         personal = _step(client, personal, generic, 0.2, 1.0, form, batch)
-    sent = _whole_turn(client, method, {"model": w})
+    sent = _whole_turn(runtime, client, {"model": w})
     torch.testing.assert_close(sent["model"], generic, rtol=0, atol=1e-11)
     torch.testing.assert_close(client["personal"], personal, rtol=0, atol=1e-11)
 
 
 def test_without_both_terms_it_is_fedavg_and_standalone(turn: Turn) -> None:
     options = {"lr": LR, "momentum": 0.5, "batch_size": 4}
-    turns, client = turn(SCD(**options, lam_g=0.0, lam_p=0.0))
-    w = turns.server["model"]
+    runtime, client = turn(SCD(**options, lam_g=0.0, lam_p=0.0))
+    w = runtime.server["model"]
     client["personal"] = w + 0.5
-    sent = _whole_turn(client, turns.method, {"model": w})
+    sent = _whole_turn(runtime, client, {"model": w})
     plain, other = turn(FedAvg(**options))
-    assert torch.equal(sent["model"], plain.method.client_round(other, {"model": w})["model"])
+    assert torch.equal(sent["model"], plain.method.train(other, {"model": w})["model"])
     alone, third = turn(Standalone(**options))
     third["personal"] = w + 0.5
-    alone.method.client_round(third, {})
+    alone.method.train(third, {})
     assert torch.equal(client["personal"], third["personal"])
 
 
@@ -78,9 +75,9 @@ def test_without_both_terms_it_is_fedavg_and_standalone(turn: Turn) -> None:
 def test_neither_term_is_dead(turn: Turn, which: str) -> None:
     results = []
     for lam in (0.0, 0.5):
-        turns, client = turn(SCD(lr=LR, batch_size=4, **{"lam_g": 0.0, "lam_p": 0.0, which: lam}))
-        client["personal"] = turns.server["model"] * torch.linspace(0.5, 1.5, turns.model.size)
-        sent = _whole_turn(client, turns.method, {"model": turns.server["model"]})
+        runtime, client = turn(SCD(lr=LR, batch_size=4, **{"lam_g": 0.0, "lam_p": 0.0, which: lam}))
+        client["personal"] = runtime.server["model"] * torch.linspace(0.5, 1.5, runtime.model.size)
+        sent = _whole_turn(runtime, client, {"model": runtime.server["model"]})
         results.append(sent["model"] if which == "lam_g" else client["personal"])
     assert (results[0] - results[1]).abs().max() > 1e-4
 
@@ -88,8 +85,8 @@ def test_neither_term_is_dead(turn: Turn, which: str) -> None:
 def test_tau_zero_is_no_generic_term(turn: Turn) -> None:
     results = []
     for options in ({"tau": 0.0}, {"lam_g": 0.0}):
-        turns, client = turn(SCD(lr=LR, batch_size=4, **options))
-        results.append(turns.method.client_round(client, {"model": turns.server["model"]})["model"])
+        runtime, client = turn(SCD(lr=LR, batch_size=4, **options))
+        results.append(runtime.method.train(client, {"model": runtime.server["model"]})["model"])
     assert torch.equal(*results)
 
 
@@ -98,14 +95,14 @@ def test_without_one_term_that_model_is_standalones_or_fedavgs(
     turn: Turn, lam_g: float, lam_p: float, same: str
 ) -> None:
     options = {"lr": LR, "momentum": 0.5, "batch_size": 4}
-    turns, client = turn(SCD(**options, lam_g=lam_g, lam_p=lam_p))
-    w = turns.server["model"]
-    client["personal"] = w * torch.linspace(0.5, 1.5, turns.model.size)
+    runtime, client = turn(SCD(**options, lam_g=lam_g, lam_p=lam_p))
+    w = runtime.server["model"]
+    client["personal"] = w * torch.linspace(0.5, 1.5, runtime.model.size)
     plain, other = turn(Standalone(**options) if same == "personal" else FedAvg(**options))
     if same == "personal":
         other["personal"] = client["personal"]
-    sent = _whole_turn(client, turns.method, {"model": w})
-    theirs = plain.method.client_round(other, {"model": w})
+    sent = _whole_turn(runtime, client, {"model": w})
+    theirs = plain.method.train(other, {"model": w})
     ours, expected = (client["personal"], other["personal"]) if same == "personal" else (sent["model"], theirs["model"])
     assert torch.equal(ours, expected)
     different = sent["model"] if same == "personal" else client["personal"]
@@ -120,14 +117,15 @@ def test_whole_runs_without_both_terms_are_fedavgs_and_standalones(dataset: Any,
     for federation in (run, fedavg, alone):
         federation.run()
     assert torch.equal(run.server["model"], fedavg.server["model"])
-    for k in range(partition.clients):
-        assert torch.equal(run.store.read(k, "personal"), alone.store.read(k, "personal"))
+    ours, theirs = run.engine.state(), alone.engine.state()
+    assert ours["personal/clients"].tolist() == theirs["personal/clients"].tolist() == [0, 1, 2]
+    assert torch.equal(ours["personal/rows"], theirs["personal/rows"])
 
 
 def test_the_scope_of_a_tensor_compares_tensor_by_tensor(turn: Turn) -> None:
     method = SCD(lr=LR, momentum=0.0, batch_size=8, lam_g=0.3, scope="tensor", tau=1.0, personal_epochs=0)
-    turns, client = turn(method)
-    w = turns.server["model"]
+    runtime, client = turn(method)
+    w = runtime.server["model"]
     teacher = w * torch.linspace(0.5, 1.5, len(w), dtype=w.dtype)
     client["personal"] = teacher
     (batch,) = client.batches(8)
@@ -138,7 +136,7 @@ def test_the_scope_of_a_tensor_compares_tensor_by_tensor(turn: Turn) -> None:
     pairs = zip(v.split(sizes), teacher.split(sizes), strict=True)
     divergence = torch.stack([_divergence(p, q, 1.0, "normalized") for p, q in pairs]).sum()
     (gradient,) = torch.autograd.grad(F.cross_entropy(logits, batch.targets) + 0.3 * divergence, v)
-    sent = method.client_round(client, {"model": w})
+    sent = method.train(client, {"model": w})
     torch.testing.assert_close(sent["model"], w - LR * gradient, rtol=0, atol=1e-11)
 
 
@@ -148,9 +146,9 @@ def test_clients_that_are_not_selected_train_their_own_model_only_if_the_generic
 ) -> None:
     method = SCD(lr=LR, batch_size=4, broadcast=broadcast)
     run = Federation(method, network, dataset, partition, Settings(rounds=1, participation=0.3))
-    last = run.run()
+    (last,) = run.run()
     (selected,) = last["clients"]
-    trained = [k for k in range(3) if run.store.written(k, "personal")]
+    trained = run.engine.state()["personal/clients"].tolist()
     assert trained == ([0, 1, 2] if broadcast else [selected])
     assert last["communication"]["down_bytes"] == (3 if broadcast else 1) * run.server["model"].nbytes
     assert last["communication"]["up_bytes"] == run.server["model"].nbytes
@@ -159,11 +157,11 @@ def test_clients_that_are_not_selected_train_their_own_model_only_if_the_generic
 
 def test_a_broadcast_model_is_the_teacher_of_those_that_were_not_selected(turn: Turn) -> None:
     method = SCD(lr=LR, batch_size=4, lam_p=0.3, broadcast=True)
-    turns, client = turn(method)
-    w = turns.server["model"] * torch.linspace(0.5, 1.5, turns.model.size, dtype=torch.float64)
-    method.unselected_round(client, {"model": w})
-    _, other = turn(method)
-    method.personal_round(other, {}, {"model": w})
+    resting, client = turn(method, stage="rest")
+    w = resting.server["model"] * torch.linspace(0.5, 1.5, resting.model.size, dtype=torch.float64)
+    personalize(resting, client, {"model": w}, {})
+    selected, other = turn(method)
+    personalize(selected, other, {}, {"model": w})
     assert torch.equal(client["personal"], other["personal"])
 
 
@@ -172,14 +170,15 @@ def test_new_clients_fine_tune_the_generic_model_and_others_keep_their_own(
     dataset: Any, partition: Any, network: Any, cls: Any
 ) -> None:
     settings = Settings(rounds=2, new_clients=1)
-    run = Federation(cls(lr=LR, batch_size=4, fine_tune_epochs=5), network, dataset, partition, settings)
-    last = run.run()
-    plain = Federation(cls(lr=LR, batch_size=4), network, dataset, partition, settings)
+    tuned, untuned = InProcess(), InProcess()
+    method = cls(lr=LR, batch_size=4, fine_tune_epochs=5)
+    last = Federation(method, network, dataset, partition, settings, engine=tuned).run()[-1]
+    plain = Federation(cls(lr=LR, batch_size=4), network, dataset, partition, settings, engine=untuned)
     plain.run()
     assert last["stage"] == "personalized" and "personal" in last["new_clients"]
     for k in (0, 1):
-        assert torch.equal(run.store.read(k, "personal"), plain.store.read(k, "personal"))
-    assert not plain.store.written(2, "personal")
-    client = Client(2, 2, WorkingModel(network), dataset, partition, plain.store, 0)
-    fine_tune(client, run.method, plain.server["model"], 5)
-    assert torch.equal(run.store.read(2, "personal"), client["personal"])
+        assert torch.equal(tuned.store.read(k, "personal"), untuned.store.read(k, "personal"))
+    assert not untuned.store.written(2, "personal")
+    client, _ = untuned.runtime.begin(Task(2, 2, "finish"))
+    fine_tune(client, method, plain.server["model"], 5)
+    assert torch.equal(tuned.store.read(2, "personal"), client["personal"])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pfl_ext.optim import ProximalSGD
+from pfl_ext.optim.proximal import momentum_step_
 
 OPTIONS = {
     "plain": {},
@@ -145,6 +146,91 @@ def test_groups_closure_and_scheduler():
     assert torch.equal(net[0].weight, before[0]) and not torch.equal(net[2].weight, before[2])
     scheduler.step()
     assert optimizer.param_groups[1]["lr"] == 0.05
+
+
+# ---- gradients at hand -----------------------------------------------------------------------------------------------
+
+
+def gradients(net):
+    x, y = data(next(net.parameters()).dtype)
+    return list(torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters())))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_steps_along_gradients_are_those_of_parameters_that_have_them(options):
+    net, other, anchors = network(), network(), parameters(network(3))
+    optimizer = ProximalSGD(other.parameters(), lr=0.1, lam=0.7, anchors=anchors, **OPTIONS[options])
+    buffers = [None] * 4
+    for _ in range(3):
+        momentum_step_(list(net.parameters()), gradients(net), anchors, buffers, lr=0.1, lam=0.7, **OPTIONS[options])
+        train(other, optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(net), parameters(other), strict=True))
+    assert all(p.grad is None for p in net.parameters()) and not torch.equal(net[0].weight, network()[0].weight)
+
+
+def test_several_groups_are_several_steps():
+    """The first layer moves slowly and freely, the second one is held near an anchor."""
+    slow, held = {"lr": 0.01, "lam": 0.0, "weight_decay": 0.1}, {"lr": 0.1, "lam": 0.7}
+    net, other, anchors = network(), network(), parameters(network(3))
+    groups = [{"params": other[0].parameters(), **slow}, {"params": other[2].parameters(), **held}]
+    optimizer, buffers = ProximalSGD(groups, momentum=0.5, anchors=anchors), ([None] * 2, [None] * 2)
+    for _ in range(3):
+        g = gradients(net)
+        momentum_step_(list(net[0].parameters()), g[:2], [], buffers[0], momentum=0.5, **slow)
+        momentum_step_(list(net[2].parameters()), g[2:], anchors[2:], buffers[1], momentum=0.5, **held)
+        train(other, optimizer, 1)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(net), parameters(other), strict=True))
+    assert not torch.equal(net[0].weight, network()[0].weight) and not torch.equal(net[2].weight, network()[2].weight)
+
+
+def test_buffers_that_begin_later_are_set_and_the_others_go_on():
+    params, anchors = [torch.ones(2), torch.ones(3)], [torch.full((2,), 3.0), torch.full((3,), 5.0)]
+    g, buffers = [torch.full((2,), 4.0), torch.full((3,), 8.0)], [torch.full((2,), 16.0), None]
+    momentum_step_(params, g, anchors, buffers, lr=0.25, lam=0.5, momentum=0.5)
+    moved = 0.5 * 16 + 4 + 0.5 * (1 - 3), 8 + 0.5 * (1 - 5)
+    assert [b.tolist() for b in buffers] == [[moved[0]] * 2, [moved[1]] * 3]
+    assert [p.tolist() for p in params] == [[1 - 0.25 * moved[0]] * 2, [1 - 0.25 * moved[1]] * 3]
+    assert [x.tolist() for x in g] == [[4.0] * 2, [8.0] * 3]
+
+
+def wrong(change, given):
+    if change == "shape":
+        return [*given[:-1], given[-1][:2]]
+    if change == "type":
+        return [*given[:-1], given[-1].double()]
+    return {"one too few": given[:-1], "one too many": [*given, given[-1]], "none": []}[change]
+
+
+@pytest.mark.parametrize("begun", ["no", "some", "all"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("one too few", "3 grads for 4 params"),
+        ("one too many", "5 grads for 4 params"),
+        ("none", "0 grads for 4 params"),
+        ("shape", r"tensor 3 of grads is float32 \[2\].*, of params float32 \[3\]"),
+        ("type", r"tensor 3 of grads is float64.*, of params float32"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused_before_anything_changes(change, message, momentum, begun):
+    net, anchors = network(), parameters(network(3))
+    buffers = [None if begun == "no" or (begun == "some" and t < 2) else p for t, p in enumerate(parameters(net))]
+    before, kept = parameters(net), [None if b is None else b.clone() for b in buffers]
+    options = {"lr": 0.1, "lam": 0.7, "momentum": momentum}
+    with pytest.raises(ValueError, match=message):
+        momentum_step_(list(net.parameters()), wrong(change, gradients(net)), anchors, buffers, **options)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(net), before, strict=True))
+    assert [b is None for b in buffers] == [b is None for b in kept]
+    assert all(torch.equal(a, b) for a, b in zip(buffers, kept, strict=True) if a is not None)
+
+
+def test_buffers_that_do_not_fit_are_refused_before_anything_changes():
+    net = network()
+    before = parameters(net)
+    with pytest.raises(ValueError, match="3 buffers for 4 params"):
+        momentum_step_(list(net.parameters()), gradients(net), [], [None] * 3, lr=0.1, lam=0.0, momentum=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(parameters(net), before, strict=True))
 
 
 @pytest.mark.parametrize(

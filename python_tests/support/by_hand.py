@@ -1,32 +1,60 @@
-"""What the tests by hand share: the gradient of the labels' loss as one vector, by autograd on a plain module."""
+"""What the tests by hand share: a client's turn, and what it comes to by autograd on a plain module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_ext.federation import Client, Server
+from pfl_ext.federation import Client, ClientRuntime, Server, Settings, WorkingModel
 
-Turn = Callable[..., tuple[Any, Client]]
+Turn = Callable[..., tuple[ClientRuntime, Client]]
 LR = 0.1
 
 
-def gradient(client: Client, state: Tensor, batch: Any) -> Tensor:
-    """The gradient of the mean cross-entropy in the parameters at a state, zero for buffers."""
+def gradient(client: Client, state: Tensor, batch: Any, loss: Callable[..., Tensor] = F.cross_entropy) -> Tensor:
+    """The gradient of a loss of logits and targets, by default the mean cross-entropy, at a state; zero for buffers."""
     client.model.load(state)
     module = client.model.module.train()
-    parameters = list(module.parameters())
-    found = torch.autograd.grad(F.cross_entropy(module(batch.inputs), batch.targets), parameters)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss(module(batch.inputs), batch.targets), parameters)
     flat = torch.cat([g.flatten() for g in found])
     return F.pad(flat, (0, len(state) - len(flat)))
 
 
+def entries(model: WorkingModel, *modules: str) -> Tensor:
+    """Which numbers of a state belong to these modules."""
+    inside = torch.tensor([name.rpartition(".")[0] in modules for name in model.names])
+    return inside.repeat_interleave(torch.tensor([shape.numel() for shape in model.shapes]))
+
+
+def joined(chosen: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
+    """A state of what is chosen and what is not."""
+    state = inside.new_empty(len(chosen))
+    state[chosen], state[~chosen] = inside, outside
+    return state
+
+
+def personalize(
+    runtime: ClientRuntime, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]
+) -> None:
+    """What the client does for its own model while its upload is on the way."""
+    client.begin_personal()
+    runtime.method.personalize(client, received, sent)
+
+
+def models(runtime: ClientRuntime, client: Client, **published: Tensor) -> dict[str, Tensor]:
+    """The models that are evaluated at a client, once the server has published these vectors."""
+    runtime.server = {**runtime.server, **published}
+    return runtime.models(client, runtime.method.sends(runtime.server, client.index, "evaluate"))
+
+
 def server_of(network: nn.Module, clients: int = 4, **vectors: Tensor) -> Server:
     """A server that holds these vectors, in its second round."""
-    server = Server(vectors, network, 7, clients)
+    server = Server(network, Settings(seed=7), clients)
+    server.update(vectors)
     server.round = 2
     return server
