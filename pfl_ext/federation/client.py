@@ -167,6 +167,10 @@ class Client:
         smaller; if it is a single sample, which batch normalisation cannot take, it is left out for a network that
         has such layers (unless it is the whole pass). With the setting ``drop_last`` every smaller one is left out.
         """
+        if self.privacy is not None:
+            raise ValueError(
+                "a method that takes batches of its own has no differentially private form: Steps.train has"
+            )
         order, augmented = self.stream(name), self._augmentation(name)
         drop_last = self._settings.drop_last
         skip_single = self.model.has_batch_norm and self.samples > 1

@@ -25,7 +25,7 @@ from .interruption import Interrupted, interruptible
 from .messages import Diverged, Task
 from .method import Method
 from .plan import Plan
-from .requirements import check_run, usable_device
+from .requirements import check_buffers, check_run, usable_device
 from .rounds import Asynchronous, Round, Synchronous, diverged, members, received
 from .runtime import seed_layers, threads
 from .server import Server
@@ -98,6 +98,7 @@ class Federation:
         rounds = kind(method, s, self.engine, samples, clock)
         self.identity = identity_of(method, s, self.dataset, partition, self.server, rounds)
         method.set_up(self.server)
+        check_buffers(method, self.server)
         plan = Plan.of(method, module, self.dataset, partition, s, tests, self.folder)
         self.engine.start(plan)
         self._state = RunState(self.server, self.engine, rounds, partition.clients)
@@ -193,8 +194,7 @@ class Federation:
 
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
-        self.server.round, self.server.members = t, members(self.settings, self.partition.clients, t)
-        self.server.report.clear()
+        self.server.begin(t, members(self.settings, self.partition.clients, t))
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
             seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
             self.method.aggregate(self.server, round.uploads)

@@ -13,9 +13,10 @@ from pfl_ext.data import Dataset, Partition
 from .evaluation import SPLITS
 from .method import Method
 from .privacy import refuse_batch_norm
+from .server import Server
 from .settings import Compute, Settings
 
-__all__ = ["check_run", "usable_device"]
+__all__ = ["check_buffers", "check_run", "usable_device"]
 
 _COLUMNS = ("local test", "std", "global test", "new clients")  # of a model in the tables of comparisons
 
@@ -60,6 +61,16 @@ def check_run(
         if not method.private:
             private = "those whose clients train by plain SGD on the labels, such as fedavg, ditto and perada"
             raise ValueError(f"{method.name} has no differentially private form; {private} have one")
+
+
+def check_buffers(method: Method, server: Server) -> None:
+    """Refuse buffers that are to stay somewhere, where the method sends parts of a model: it says nothing of them."""
+    whole = [vector for vector in server.values() if vector.numel() == server.model.size]
+    if server and not whole and bool(server.model.stays.any()):
+        raise ValueError(
+            f"{method.name} does not send whole models, so that local_buffers and server_buffers do not hold for it; "
+            "leave them out, or use a method that does, such as fedavg or ditto"
+        )
 
 
 def _check_extra_test(name: str, parts: Sequence[Dataset], ours: Dataset) -> None:

@@ -54,6 +54,11 @@ class Server(dict[str, Tensor]):
         self._module, self._settings = module, settings
         self._model: WorkingModel | None = None
 
+    def begin(self, round: int, members: int) -> None:
+        """A new round (the loop says so)."""
+        self.round, self.members = round, members
+        self.report.clear()
+
     @property
     def model(self) -> WorkingModel:
         """The server's working model. It holds whatever the last round left: load a state first."""
