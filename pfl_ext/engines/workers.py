@@ -233,6 +233,7 @@ class Workers(Here):
         self.store = ClientStore(len(plan.rows), kept, folder)
         self._mapped = mapped
         self._slots = _Slots(self._folder)
+        self._fetched: dict[Path, Tensor] = {}
         self._server: dict[str, Tensor] = {}
         self._plan = plan
 
@@ -291,18 +292,22 @@ class Workers(Here):
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
         """Of what the workers have written; of a mapped store's uploads in pieces."""
-        fetched = [self.fetch(v) if isinstance(v, Tensor) or v in self._slots else v for v in vectors]
-        return super().average(fetched, weights, normalize)
+        seen = [self._slots.read(v) if isinstance(v, MappedTensor) and v in self._slots else v for v in vectors]
+        return super().average(seen, weights, normalize)
 
     def fetch(self, vector: Vector) -> Tensor:
-        """The vector where a worker wrote it."""
-        if isinstance(vector, MappedTensor) and vector in self._slots:
-            return self._slots.read(vector)
-        return super().fetch(vector)
+        """The vector; of a slot a copy, as whoever has it may keep it beyond the round."""
+        if not isinstance(vector, MappedTensor) or vector not in self._slots:
+            return super().fetch(vector)
+        if vector.path not in self._fetched:
+            self._fetched[vector.path] = self._slots.read(vector).clone()
+        return self._fetched[vector.path]
 
     def release(self, vector: Vector) -> None:
         """Remove its file, unless that is a slot."""
-        if not isinstance(vector, MappedTensor) or vector not in self._slots:
+        if isinstance(vector, MappedTensor) and vector in self._slots:
+            self._fetched.pop(vector.path, None)
+        else:
             super().release(vector)
 
     def state(self) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ class Evaluator:
                 logits, targets = (
                     torch.cat([self.engine.fetch(x) for x in both]) for both in zip(*outputs, strict=True)
                 )
+                for x in itertools.chain(*outputs):
+                    self.engine.release(x)
                 if bool(logits.isnan().any()):
                     raise Diverged(None, t, f"global model's output on {test}")
                 found.append(classification_metrics(logits, targets))
