@@ -8,8 +8,8 @@ that all partitioners have are the keyword-only parameters of :func:`allocate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -109,6 +109,7 @@ class Shares:
             ``[clients, categories]``; given what is left after ``per_category`` and ``server``.
         server: fraction of all samples held out for the server.
         per_category: samples of every category that each client gets before anything else.
+        chosen: options whose default depends on the data, as they were chosen.
     """
 
     clients: int
@@ -117,6 +118,7 @@ class Shares:
     draw: Callable[[Tensor], Tensor]
     server: float = 0.0
     per_category: int = 0
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
 
 def allocate(

@@ -81,7 +81,8 @@ def _partitioner(**defaults: Any) -> Callable[[Callable[..., Shares]], Callable[
             given = {name: bound.arguments[name] for name in own}
             description = {"partitioner": shares_of.__name__, **{name: given[name] for name in options}}
             cut = {parameter.name: bound.arguments[parameter.name] for parameter in common}
-            return allocate(given["dataset"], shares_of(**given), given["generator"], description, **cut)
+            shares = shares_of(**given)
+            return allocate(given["dataset"], shares, given["generator"], description | shares.chosen, **cut)
 
         partition.__signature__ = signature  # type: ignore[attr-defined]
         partition.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
@@ -129,14 +130,17 @@ def labels_per_client(
     clients: int,
     *,
     generator: torch.Generator,
-    k: Annotated[int, "classes of each client (PLGU: 3 on CIFAR-10, 10 on CIFAR-100, 30 on TinyImageNet)"] = 3,
+    k: Annotated[
+        int | None,
+        "classes of each client (PLGU: 3 on CIFAR-10, 10 on CIFAR-100, 30 on TinyImageNet; default: 3 or all)",
+    ] = None,
 ) -> Shares:
     """K classes for every client and equally many samples of each: the same number for all clients (PLGU).
 
     Classes are dealt so that all have equally many clients, to within one. The number of samples is the largest that
     every class can give to each of its clients; what the larger classes have beyond that is not used.
     """
-    classes = _classes_of(dataset, "labels_per_client")
+    classes, k = _classes_of(dataset, "labels_per_client"), _or_all(k, 3, dataset)
     has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
 
     def draw(available: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ def labels_per_client(
             )
         return has.to(torch.int64) * each
 
-    return Shares(clients, classes, len(dataset.classes), draw)
+    return Shares(clients, classes, len(dataset.classes), draw, chosen={"k": k})
 
 
 @_partitioner(validation=0.2, test="split")  # 60 : 20 : 20 of all samples
@@ -160,14 +164,14 @@ def ds1(
     clients: int,
     *,
     generator: torch.Generator,
-    k: Annotated[int, "classes of each client; all classes make the clients alike"] = 4,
+    k: Annotated[int | None, "classes of each client; all make the clients alike (default: 4, or all if fewer)"] = None,
 ) -> Shares:
     """PersFL's DS-1: the same total for every client, k classes each, different numbers of samples of each class.
 
     A client's shares of its classes start uniform on the simplex and are fitted to equal totals and to what the
     classes have, by scaling rows and columns in turn; a few samples that do not fit remain unused.
     """
-    classes = _classes_of(dataset, "ds1")
+    classes, k = _classes_of(dataset, "ds1"), _or_all(k, 4, dataset)
     has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
 
     def draw(available: Tensor) -> Tensor:
@@ -192,7 +196,7 @@ def ds1(
         ]
         return torch.stack(rows) + has
 
-    return Shares(clients, classes, len(dataset.classes), draw)
+    return Shares(clients, classes, len(dataset.classes), draw, chosen={"k": k})
 
 
 @_partitioner(validation=0.2, test="split")  # 60 : 20 : 20 of all samples
@@ -219,7 +223,7 @@ def ds3(
     clients: int,
     *,
     generator: torch.Generator,
-    k: Annotated[int, "classes of each client"] = 2,
+    k: Annotated[int | None, "classes of each client (default: 2, or all if fewer)"] = None,
     sigma: Annotated[float, "standard deviation of the logarithm of the shares"] = 2.0,
     minimum: Annotated[int, "samples of each of its classes that a client has at least"] = 10,
 ) -> Shares:
@@ -233,7 +237,7 @@ def ds3(
         raise ValueError(f"sigma is {sigma}; a finite number that is not negative is accepted")
     if minimum < 1:
         raise ValueError(f"minimum is {minimum}; at least one sample of each of a client's classes is accepted")
-    classes = _classes_of(dataset, "ds3")
+    classes, k = _classes_of(dataset, "ds3"), _or_all(k, 2, dataset)
     has = deal_labels(_positive(clients), len(dataset.classes), k, generator)
 
     def draw(available: Tensor) -> Tensor:
@@ -251,7 +255,7 @@ def ds3(
             counts[holders, c] += apportion(logarithm[holders, c].softmax(0), int(left[c]), generator)
         return counts
 
-    return Shares(clients, classes, len(dataset.classes), draw)
+    return Shares(clients, classes, len(dataset.classes), draw, chosen={"k": k})
 
 
 @_partitioner()
@@ -314,6 +318,11 @@ def dirichlet_meta(
     rare = frequency < group_below
     number = torch.where(rare, (~rare).sum(), (~rare).cumsum(0) - 1)
     return _dirichlet(clients, number[combination], int(number.max()) + 1, generator, alpha, minimum, server=server)
+
+
+def _or_all(k: int | None, default: int, dataset: Dataset) -> int:
+    """The number of classes a client has, where none is given: never more than there are."""
+    return min(default, len(dataset.classes)) if k is None else k
 
 
 def _positive(clients: int) -> int:

@@ -395,3 +395,15 @@ def test_a_partition_says_which_options_made_it():
     assert {name: described[name] for name in expected} == expected
     with pytest.raises(TypeError, match="per_class"):
         PARTITIONERS["ds3"](make([50] * 3), 3, generator=seeded(), per_class=1)
+
+
+@pytest.mark.parametrize("name", ["ds1", "ds3", "labels_per_client"])
+def test_data_of_one_or_two_classes_need_no_number_of_labels(name: str) -> None:
+    """The default is a number of labels that such data do not have: nobody asked for it."""
+    for classes in (1, 2):
+        y = torch.arange(200) % classes
+        data = Dataset("few", torch.zeros(200, 2), y, tuple("ab"[:classes]), torch.zeros(200, dtype=torch.bool))
+        partition = PARTITIONERS[name](data, 4, generator=torch.Generator().manual_seed(0))
+        assert bool((partition.counts(data) > 0).all())
+    with pytest.raises(ValueError, match="3 labels per client; the dataset has 2 classes"):
+        PARTITIONERS[name](data, 4, generator=torch.Generator(), k=3)
