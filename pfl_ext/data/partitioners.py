@@ -82,7 +82,7 @@ def _partitioner(**defaults: Any) -> Callable[[Callable[..., Shares]], Callable[
             description = {"partitioner": shares_of.__name__, **{name: given[name] for name in options}}
             cut = {parameter.name: bound.arguments[parameter.name] for parameter in common}
             shares = shares_of(**given)
-            return allocate(given["dataset"], shares, given["generator"], description | shares.chosen, **cut)
+            return allocate(given["dataset"], shares, given["generator"], description | dict(shares.chosen), **cut)
 
         partition.__signature__ = signature  # type: ignore[attr-defined]
         partition.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
