@@ -100,9 +100,11 @@ class Federation:
         method.set_up(self.server)
         check_buffers(method, self.server)
         plan = Plan.of(method, module, self.dataset, partition, s, tests, self.folder)
+        self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
+        if self._checkpoints is not None and not resume:
+            self._checkpoints.begin()
         self.engine.start(plan)
         self._state = RunState(self.server, self.engine, rounds, partition.clients)
-        self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
         has_global_model = method.global_model(self.server, self.server.model) is not None
         self._evaluate = Evaluator(self.engine, s, partition, plan.tests, has_global_model)
         self.client_results: list[ClientResult] = []
