@@ -174,7 +174,10 @@ class Synchronous:
         """The timelines; one that the saved run did not have cannot be gone on with."""
         for name, timeline in self.timelines.items():
             if name not in tensors:
-                raise ValueError("the saved run has no virtual times to go on from: it ran with clock=none")
+                raise ValueError(
+                    "the saved run has no virtual times to go on from: it ran with clock=none. Go on without; "
+                    "pfl-ext virtual-time finds them afterwards"
+                )
             timeline.restore(tensors[name].tolist())
 
 
