@@ -152,6 +152,7 @@ class Federation:
                     self._personalize_some()
                     self._pause(stop)
                 record: Record = {"round": self.round + 1, "stage": "personalized"}
+                record |= {"dropped": self._state.dropped_last} if self._state.dropped_last else {}
                 record["communication"] = {"up_parameters": 0, "up_bytes": 0, **self._state.received_last}
                 record["training"] = self._state.reports.means(range(self.partition.clients))
                 yield self._timed(record, begin)
@@ -211,7 +212,9 @@ class Federation:
         for reply in self.engine.run([Task(k, self.round, "finish") for k in group]):
             for name, count in received([reply]).items():
                 self._state.received_last[name] += count
-            if not diverged(self.settings, reply):
+            if diverged(self.settings, reply):
+                self._state.dropped_last.append(reply.client)
+            else:
                 self._state.reports.update(reply.client, reply.report)
         self._state.personalized = group.stop
 
