@@ -138,7 +138,11 @@ class Partition:
         """Write a picture of it; see :func:`pfl_ext.data.picture.draw_partition`. Needs matplotlib."""
         from .picture import draw_partition
 
-        return draw_partition(self, dataset, path)
+        how = self.description
+        title = [f"{dataset.name}: {how.get('partitioner', 'partition')}"]
+        title += [f"{key} = {how[key]:g}" for key in ("alpha", "k", "sigma") if key in how]
+        parts = {part: [len(indices) for indices in getattr(self, part)] for part in PARTS}
+        return draw_partition(", ".join(title), parts, self.counts(dataset), dataset.classes, path)
 
     # ---- on disk ------------------------------------------------------------------------------------------------
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-
-from .dataset import Dataset
-from .partition import PARTS, Partition
+from torch import Tensor
 
 __all__ = ["draw_partition"]
 
 
-def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLike[str]) -> Path:
+def draw_partition(
+    title: str,
+    parts: Mapping[str, Sequence[int]],
+    counts: Tensor,
+    names: Sequence[str],
+    path: str | os.PathLike[str],
+) -> Path:
     """Write a picture, of the format that the ending of ``path`` names, with two panels over the clients.
 
     Above, the samples of each client, by part. Below, its training samples of each class: the area of a circle is their
     number, or, where circles would be too small to see, the darkness of a cell is.
+
+    Args:
+        title: what it is a picture of.
+        parts: how many samples each client has of each part.
+        counts: [clients, classes], how many training samples each client has of each class.
+        names: of the classes.
+        path: where it goes.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,7 +38,6 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLi
     except ImportError as error:
         raise ImportError("drawing a partition needs matplotlib: pip install 'pfl_ext[plots]'") from error
 
-    counts = partition.counts(dataset)
     clients, classes = counts.shape
     figure = Figure(
         figsize=(min(max(2 + 0.32 * clients, 6), 16), 2.2 + min(1 + 0.26 * classes, 9)), layout="constrained", dpi=120
@@ -37,8 +48,8 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLi
     )
 
     bottom = torch.zeros(clients, dtype=torch.int64)
-    for part, colour in zip(PARTS, ("#3b6ea5", "#e0a030", "#9a9a9a"), strict=True):
-        height = torch.tensor([len(indices) for indices in getattr(partition, part)])
+    for (part, samples), colour in zip(parts.items(), ("#3b6ea5", "#e0a030", "#9a9a9a"), strict=True):
+        height = torch.tensor(samples)
         if int(height.sum()):
             if clients <= 200:
                 sizes.bar(range(clients), height.tolist(), 0.8, bottom.tolist(), color=colour, label=part)
@@ -71,16 +82,12 @@ def draw_partition(partition: Partition, dataset: Dataset, path: str | os.PathLi
     composition.set_ylim(-0.7, classes - 0.3)
     composition.xaxis.set_major_locator(MaxNLocator(integer=True))
     if classes <= 30:
-        composition.set_yticks(range(classes), dataset.classes, fontsize="small")
+        composition.set_yticks(range(classes), names, fontsize="small")
     else:
         composition.set_ylabel("class")
         composition.yaxis.set_major_locator(MaxNLocator(integer=True))
 
-    how = partition.description
-    options = ("alpha", "k", "sigma")
-    title = [f"{dataset.name}: {how.get('partitioner', 'partition')}"]
-    title += [f"{key} = {how[key]:g}" for key in options if key in how]
-    sizes.set_title(", ".join(title), fontsize="medium", loc="left")
+    sizes.set_title(title, fontsize="medium", loc="left")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

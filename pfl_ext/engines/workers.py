@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NoReturn
@@ -251,6 +252,13 @@ class Workers(Here):
             vector.copy_(server[name])
 
     def _start_processes(self, server: dict[str, MappedTensor]) -> None:
+        # Python's tracker of semaphores ignores Ctrl-C and SIGTERM, and keeps what is blocked when it begins: so it
+        # outlives a hangup of the whole group too.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        try:
+            resource_tracker.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         context = multiprocessing.get_context("spawn")
         portable = _PortablePlan.of(self._plan, self._folder)
         arguments = (portable, self.store, server, self._folder, context.Barrier(self.workers))

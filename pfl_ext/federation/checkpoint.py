@@ -156,6 +156,19 @@ class Checkpoints:
         self.folder, self.identity = folder, identity
         self._saved_at = time.monotonic()
 
+    def begin(self) -> None:
+        """Make the folder, for a run that begins anew.
+
+        Raises:
+            FileExistsError: it has checkpoints already.
+            OSError: it cannot be made.
+        """
+        if _all(self.folder):
+            raise FileExistsError(
+                f"{self.folder} holds the checkpoints of another run: resume that run, or name another folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+
     def late(self) -> bool:
         """Whether the last one is more than a minute ago."""
         return time.monotonic() - self._saved_at > _LATE

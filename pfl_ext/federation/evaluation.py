@@ -85,8 +85,9 @@ class Evaluator:
             diverged(self.settings, reply)  # where such clients are dropped, what they have no results of is missing
         late = self.settings.new_clients > 0
         results = [
-            ClientResult(k, self.sizes[k], k >= self._old if late else None, replies[k].metrics, dict(reports[k]))
-            for k in clients
+            ClientResult(k, self.sizes[k], k >= self._old if late else None, replies[k].metrics, dict(report))
+            # In an order that does not depend on when the run was resumed.
+            for k, report in ((k, sorted(reports[k].items())) for k in clients)
         ]
         found = {"models": self._summaries(replies[: self._old])}
         if self._has_global_model:

@@ -100,9 +100,11 @@ class Federation:
         method.set_up(self.server)
         check_buffers(method, self.server)
         plan = Plan.of(method, module, self.dataset, partition, s, tests, self.folder)
+        self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
+        if self._checkpoints is not None and not resume:
+            self._checkpoints.begin()
         self.engine.start(plan)
         self._state = RunState(self.server, self.engine, rounds, partition.clients)
-        self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
         has_global_model = method.global_model(self.server, self.server.model) is not None
         self._evaluate = Evaluator(self.engine, s, partition, plan.tests, has_global_model)
         self.client_results: list[ClientResult] = []
@@ -150,6 +152,7 @@ class Federation:
                     self._personalize_some()
                     self._pause(stop)
                 record: Record = {"round": self.round + 1, "stage": "personalized"}
+                record |= {"dropped": self._state.dropped_last} if self._state.dropped_last else {}
                 record["communication"] = {"up_parameters": 0, "up_bytes": 0, **self._state.received_last}
                 record["training"] = self._state.reports.means(range(self.partition.clients))
                 yield self._timed(record, begin)
@@ -209,7 +212,9 @@ class Federation:
         for reply in self.engine.run([Task(k, self.round, "finish") for k in group]):
             for name, count in received([reply]).items():
                 self._state.received_last[name] += count
-            if not diverged(self.settings, reply):
+            if diverged(self.settings, reply):
+                self._state.dropped_last.append(reply.client)
+            else:
                 self._state.reports.update(reply.client, reply.report)
         self._state.personalized = group.stop
 

@@ -67,15 +67,17 @@ class Flight:
         self.now = 0.0
         self._turns: list[Flying] = []
         self._places: list[float] = []  # since when, or from when on, each free place can be taken
-        self._total = 0
         self._out: list[int] = []  # clients that diverged, until the server's next update
+        self._errors: list[Diverged] = []  # theirs, that nobody has been told yet
         self._begun = [0] * len(clock.devices)
         self._draws = 0
 
     def open(self, places: int) -> None:
         """Have that many places; clients that diverged may take one again."""
-        self._places += [self.now] * (places - self._total)
-        self._total, self._out = places, []
+        taken = sum(turn.sent is not None for turn in self._turns)
+        # Also those that nobody could take: a client had diverged, and all others were busy.
+        self._places += [self.now] * (places - taken - len(self._places))
+        self._out = []
 
     def next(self, members: int, version: int, begin: Begin) -> Flying | Diverged | None:
         """The next upload to arrive, the clients begun that begin before; or the error of one that could not.
@@ -88,6 +90,8 @@ class Flight:
             begin: computes turns. Before it does, the caller lets clients keep what is :meth:`due`.
         """
         while True:
+            if self._errors:
+                return self._errors.pop(0)
             flying = [turn for turn in self._turns if turn.sent is not None]
             first = min(flying, key=lambda turn: (turn.arrival, turn.client), default=None)
             place = min(self._places, default=math.inf)
@@ -98,11 +102,9 @@ class Flight:
             if place == math.inf:
                 return None
             self.now = max(self.now, place)
-            error = self._begin(members, version, begin)
-            if error is not None:
-                return error
+            self._begin(members, version, begin)
 
-    def _begin(self, members: int, version: int, begin: Begin) -> Diverged | None:
+    def _begin(self, members: int, version: int, begin: Begin) -> None:
         """Fill the places that are free now."""
         busy = {turn.client for turn in self._turns if turn.sent is not None or turn.done > self.now}
         idle = [k for k in range(members) if k not in busy and k not in self._out]
@@ -120,10 +122,9 @@ class Flight:
         clients.sort()
         for k in clients:
             self._begun[k] += 1
-        error = None
         for k, reply in zip(clients, begin(clients, [self._begun[k] for k in clients]), strict=True):
             if reply.error is not None:
-                error = reply.error
+                self._errors.append(reply.error)
                 self._out.append(k)
                 self._places.append(self.now)
                 continue
@@ -131,7 +132,6 @@ class Flight:
             _, _, personal, send = self.clock.turn(work, self.now, self.wait_free)
             about = (reply.sent, reply.kept, reply.report, reply.trained_parameters)
             self._turns.append(Flying(work, version, send.end, personal.end, *about))
-        return error
 
     def take(self, turn: Flying) -> Mapping[str, Vector]:
         """What has arrived; the server has it now."""
@@ -177,4 +177,4 @@ class Flight:
             setattr(self, name, state[name])
 
 
-_SAVED = ("now", "_places", "_total", "_out", "_begun", "_draws")
+_SAVED = ("now", "_places", "_out", "_begun", "_draws")

@@ -91,16 +91,19 @@ def scratch_folder(owner: object, size: int) -> Path:
 
     What processes that were killed have left there is removed.
     """
-    memory = Path("/dev/shm")
-    if memory.is_dir():
-        _remove_abandoned(memory)
+    memory, disk = Path("/dev/shm"), Path(tempfile.gettempdir())
+    for place in (memory, disk):
+        _remove_abandoned(place)
     # Containers often have 64 MB there, and writing beyond it kills the process.
     roomy = memory.is_dir() and shutil.disk_usage(memory).free > 2 * size
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory if roomy else None))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory if roomy else disk))
     # The lock ends with the process, however that ends. A process id would not tell: another container may share
     # this memory and have other ids.
-    lock = (folder / _LOCK).open("w")
+    # Named once it is locked: a process that begins at this moment takes an unlocked one for abandoned.
+    new = folder / f"{_LOCK}.new"
+    lock = new.open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
+    new.rename(folder / _LOCK)
     weakref.finalize(owner, _remove, folder, lock)
     return folder
 
@@ -110,9 +113,9 @@ def _remove(folder: Path, lock: TextIO) -> None:
     lock.close()
 
 
-def _remove_abandoned(memory: Path) -> None:
+def _remove_abandoned(place: Path) -> None:
     """Remove the folders whose owners are dead: nobody holds their lock."""
-    for folder in memory.glob(f"{_PREFIX}*"):
+    for folder in place.glob(f"{_PREFIX}*"):
         # A folder without a lock is being made, or is not ours.
         with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

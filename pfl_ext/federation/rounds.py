@@ -121,12 +121,13 @@ class Synchronous:
         reports = {reply.client: dict(reply.report) for reply in arrived}
         works = [reply.work for reply in arrived]
         if s.protocol == "until-arrival" and "personal" in self.method.stages:
-            works = self._until_arrival(t, arrived, reports)
+            works = self._until_arrival(t, arrived, reports, dropped)
         if "rest" in self.method.stages:
             rested = self._run("rest", t, sorted(set(range(there)) - set(selected)))
             reports |= {reply.client: reply.report for reply in rested if not diverged(s, reply)}
             works += [reply.work for reply in rested if reply.error is None]
             replies += rested
+            dropped += [reply.client for reply in rested if reply.error is not None]
         clients = [reply.client for reply in arrived]
         uploads = Uploads(
             clients, [self.samples[k] for k in clients], [reply.sent for reply in arrived], access=self.engine
@@ -138,7 +139,9 @@ class Synchronous:
         tasks = [Task(k, t, stage) for k in clients]
         return list(self.engine.run(tasks, [self.samples[k] for k in clients]))
 
-    def _until_arrival(self, t: int, arrived: Sequence[Reply], reports: dict[int, dict[str, float]]) -> list[Work]:
+    def _until_arrival(
+        self, t: int, arrived: Sequence[Reply], reports: dict[int, dict[str, float]], dropped: list[int]
+    ) -> list[Work]:
         """Clients train their own models until the new global one arrives."""
         works = [reply.work for reply in arrived]
         room = self.timelines["until-arrival"].room(works)
@@ -147,10 +150,12 @@ class Synchronous:
             for reply, samples in zip(arrived, room, strict=True)
         ]
         for i, reply in enumerate(self.engine.run(tasks, room)):
-            if not diverged(self.settings, reply):
-                works[i] = works[i]._replace(personal=reply.work.personal)
-                arrived[i].trained_parameters += reply.trained_parameters
-                reports[reply.client] |= reply.report
+            if diverged(self.settings, reply):
+                dropped.append(reply.client)  # what it has sent counts all the same
+                continue
+            works[i] = works[i]._replace(personal=reply.work.personal)
+            arrived[i].trained_parameters += reply.trained_parameters
+            reports[reply.client] |= reply.report
         return works
 
     def times(self, works: Sequence[Work]) -> dict[str, float]:
@@ -174,7 +179,10 @@ class Synchronous:
         """The timelines; one that the saved run did not have cannot be gone on with."""
         for name, timeline in self.timelines.items():
             if name not in tensors:
-                raise ValueError("the saved run has no virtual times to go on from: it ran with clock=none")
+                raise ValueError(
+                    "the saved run has no virtual times to go on from: it ran with clock=none. Go on without; "
+                    "pfl-ext virtual-time finds them afterwards"
+                )
             timeline.restore(tensors[name].tolist())
 
 

@@ -66,6 +66,7 @@ class RunState:
         personalized: how many clients have done their part after the last round.
         recorded: the round of the last record.
         received_last: what clients received after the last round, for its record.
+        dropped_last: clients that diverged after it.
         reports: what clients report.
     """
 
@@ -74,6 +75,7 @@ class RunState:
         self.server, self.engine, self.rounds = server, engine, rounds
         self.round = self.personalized = self.recorded = 0
         self.received_last = {"down_parameters": 0, "down_bytes": 0}
+        self.dropped_last: list[int] = []
         self.reports = ClientReports(clients)
 
     def content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -104,4 +106,4 @@ class RunState:
             setattr(self, name, state[name])
 
 
-_PLAIN = ("round", "personalized", "recorded", "received_last")
+_PLAIN = ("round", "personalized", "recorded", "received_last", "dropped_last")

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from pfl_ext.federation import DamagedCheckpoint, ForeignCheckpoint, checkpoint
+from pfl_ext.algorithms import Ditto, FedAvg
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import DamagedCheckpoint, Federation, ForeignCheckpoint, Settings, checkpoint
 
 IDENTITY = {"method": "FedAvg", "seed": 0}
 
@@ -96,3 +99,46 @@ def test_the_file_holds_json_and_numbers_only(tmp_path: Path) -> None:
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     assert set(header) == {"__metadata__", "server/model"} and len(content) == 8 + size + 20
+
+
+# ---- of a run --------------------------------------------------------------------------------------------------------
+
+
+def _header(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header
+
+
+@pytest.mark.parametrize(
+    ("method", "clock"),
+    [(FedAvg(lr=0.1), "none"), (FedAvg(lr=0.1), "log-normal"), (Ditto(lr=0.1), "none")],
+    ids=["fedavg", "fedavg-clock", "ditto"],
+)
+def test_a_header_does_not_grow_with_rounds_and_has_no_records(
+    method: FedAvg | Ditto, clock: str, tmp_path: Path
+) -> None:
+    clients, last = 1000, 60
+    torch.manual_seed(0)
+    dataset = Dataset.from_tensors(torch.randn(clients, 3), torch.arange(clients) % 2)
+    none = torch.empty(0, dtype=torch.int64)
+    partition = Partition(torch.arange(clients).split(1), (none,) * clients, (none,) * clients, none, none)
+    settings = Settings(rounds=last, participation=0.05, clock=clock, checkpoint_every=1, evaluate_every=1000)
+    run = Federation(method, torch.nn.Linear(3, 2), dataset, partition, settings, folder=tmp_path)
+    sizes, headers = {}, {}
+    for record in run.rounds():  # the checkpoint of the round before is there
+        t = record["round"] - 1
+        if t in (10, last - 1):
+            path = tmp_path / "checkpoints" / f"checkpoint-{t:08d}.safetensors"
+            sizes[t], headers[t] = path.stat().st_size, _header(path)
+    early, late = headers[10], headers[last - 1]
+    assert early.keys() == late.keys() and late["__metadata__"].keys() == {"format", "content", "digest"}
+    assert len(early["__metadata__"]["content"]) == len(late["__metadata__"]["content"])
+    if isinstance(method, FedAvg):  # elsewhere more clients keep something
+        assert sizes[10] == sizes[last - 1]
+    content = json.loads(late["__metadata__"]["content"])
+    assert content.keys() == {"identity", "state", "digests"}
+    assert content["state"]["round"] == last - 1
+    text = json.dumps(content["state"])
+    assert len(text) < 300 and not any(word in text for word in ("communication", "seconds", "training", "work"))
+    assert "loss" not in text and "reports/loss" in content["digests"]  # by client, as a tensor

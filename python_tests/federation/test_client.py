@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, ClientStore, WorkingModel
+from pfl_ext.federation import Client, ClientRuntime, ClientStore, Plan, Settings, Task, WorkingModel
+from pfl_ext.federation.client import Rows
+
+
+def _rows(partition: Partition, client: int = 0) -> Rows:
+    return Rows(partition.train[client], partition.validation[client], partition.test[client])
 
 
 @pytest.fixture
 def client(dataset: Dataset, partition: Partition, network: nn.Module) -> Client:
     store = ClientStore(6, {"v": torch.zeros(2)})
-    return Client(0, 1, WorkingModel(network), dataset, partition, store, seed=0)
+    return Client(0, 1, "train", WorkingModel(network), dataset, _rows(partition), store, Settings())
 
 
 def _order(client: Client, **options: object) -> list[int]:
@@ -32,8 +41,11 @@ def test_the_order_depends_on_stream_round_and_client(
     assert first[: client.samples] != _order(client, epochs=2)[client.samples :]
     client.round = 2
     assert _order(client) != first
-    other = Client(0, 1, client.model, dataset, partition, ClientStore(6, {}), seed=1)
-    assert _order(other) != first
+    store, rows = ClientStore(6, {}), _rows(partition)
+    reseeded = Client(0, 1, "train", client.model, dataset, rows, store, Settings(seed=1))
+    assert _order(reseeded) != first
+    another = Client(1, 1, "train", client.model, dataset, rows, store, Settings())
+    assert _order(another) != first
 
 
 def test_steps_count_batches_over_as_many_passes_as_it_takes(client: Client) -> None:
@@ -68,12 +80,38 @@ def test_batches_are_fetched_together_and_no_more_than_the_steps_take(
     assert fetched == [2 * 3]
 
 
-def test_what_is_set_is_kept_when_the_turn_ends_and_not_before(client: Client) -> None:
-    store = client._store
-    client["v"] = torch.ones(2)
-    assert client["v"].tolist() == [1, 1] and "v" in client
-    assert store.read(0, "v").tolist() == [0, 0] and not store.written(0, "v")
-    client.commit()
+@dataclass(frozen=True)
+class _Keeping(FedAvg):
+    """Sets a vector and looks at what is kept meanwhile; fails in round 2."""
+
+    name = "keeping"
+
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
+        return {"v": torch.zeros(2)}
+
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        before = client["v"]
+        client["v"] = before + 1
+        assert client["v"].tolist() == (before + 1).tolist() and "v" in client
+        assert client._store.read(0, "v").tolist() == before.tolist()
+        if client.round == 2:
+            raise ZeroDivisionError
+        return {"model": received["model"]}
+
+
+def test_what_is_set_is_kept_when_the_turn_ends_without_an_error_and_not_before(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    plan = Plan(_Keeping(), network, dataset, {0: _rows(partition)}, Settings())
+    model = plan.working_model()
+    store = ClientStore(1, plan.kept(model))
+    runtime = ClientRuntime(plan, store)
+    runtime.server = {"model": model.state()}
+    assert not store.written(0, "v")
+    runtime(Task(0, 1, "train"))
+    assert store.written(0, "v") and store.read(0, "v").tolist() == [1, 1]
+    with pytest.raises(ZeroDivisionError):
+        runtime(Task(0, 2, "train"))
     assert store.read(0, "v").tolist() == [1, 1]
 
 
@@ -90,7 +128,7 @@ def test_logits_are_those_of_evaluation_whatever_mode_the_model_is_in(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     module = nn.Sequential(network, nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
-    client = Client(0, 1, WorkingModel(module), dataset, partition, ClientStore(6, {}), seed=0)
+    client = Client(0, 1, "train", WorkingModel(module), dataset, _rows(partition), ClientStore(6, {}), Settings())
     before = client.model.state()
     logits, _ = client.logits(client.train)
     assert torch.equal(client.model.state(), before)  # no statistics were updated
@@ -101,7 +139,7 @@ def test_smaller_last_batches_can_be_left_out(
     client: Client, dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     store = ClientStore(6, {})
-    full = Client(0, 1, client.model, dataset, partition, store, seed=0, drop_last=True)
+    full = Client(0, 1, "train", client.model, dataset, _rows(partition), store, Settings(drop_last=True))
     size = client.samples // 2 + 1
     assert [len(b.rows) for b in client.batches(size, epochs=2)] == 2 * [size, client.samples - size]
     assert [len(b.rows) for b in full.batches(size, epochs=2)] == 2 * [size]

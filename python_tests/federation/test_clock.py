@@ -6,21 +6,21 @@ from typing import Any
 
 import pytest
 
-from pfl_ext.federation import Clock, Device, Settings, Span, Timeline, Work
+from pfl_ext.federation import Clock, Device, Settings, Span, Timeline, Work, clock_of
 
 # Two clients: the first trains slowly, the second has slow links.
 CLOCK = Clock([Device(0.5, 10.0, 20.0, 1.0), Device(0.1, 5.0, 10.0, 2.0)], aggregation=0.25)
-# 8 samples generic, 4 and 20 personal; 20 bytes up, 40 down.
+# 8 samples trained for the server, 4 and 20 personally; 20 bytes up, 40 down.
 WORKS = [Work(0, 8, 4, 20, 40), Work(1, 8, 20, 20, 40)]
 
 
 def test_compute_and_wait_does_one_thing_after_the_other() -> None:
     timeline = Timeline(CLOCK, "compute-and-wait")
     spans = timeline.round(WORKS)
-    # Client 0: 1 + 40/20 = 3 down, 4 generic, 2 personal, 1 + 20/10 = 3 up. Client 1: 2 + 4 = 6, 0.8, 2, 2 + 4 = 6.
+    # Client 0: 1 + 40/20 = 3 down, 4 training, 2 personal, 1 + 20/10 = 3 up. Client 1: 2 + 4 = 6, 0.8, 2, 2 + 4 = 6.
     assert [span for span in spans if span.client == 0] == [
         Span(0, "receive", 0, 3),
-        Span(0, "generic", 3, 7),
+        Span(0, "train", 3, 7),
         Span(0, "personal", 7, 9),
         Span(0, "send", 9, 12),
     ]
@@ -35,11 +35,11 @@ def test_wait_free_trains_the_personal_model_beside_the_upload() -> None:
     spans = timeline.round(WORKS)
     assert [span for span in spans if span.client == 0] == [
         Span(0, "receive", 0, 3),
-        Span(0, "generic", 3, 7),
+        Span(0, "train", 3, 7),
         Span(0, "personal", 7, 9),
         Span(0, "send", 7, 10),
     ]
-    # Client 1: generic until 6.8, upload until 12.8, the server until 13.05.
+    # Client 1: training until 6.8, upload until 12.8, the server until 13.05.
     assert timeline.time == pytest.approx(13.05)
 
 
@@ -48,9 +48,9 @@ def test_the_next_turn_of_a_client_waits_for_its_personal_steps() -> None:
     long = [Work(0, 8, 100, 20, 40), WORKS[1]]
     timeline.round(long)
     assert timeline.time == 57  # client 0 trains its own model from 7 to 57
-    generic = [span for span in timeline.round(long) if span.what == "generic"]
-    assert generic[0].begin == 57  # though the new model is there at 16.05
-    assert generic[1].begin == pytest.approx(19.05)
+    trained = [span for span in timeline.round(long) if span.what == "train"]
+    assert trained[0].begin == 57  # though the new model is there at 16.05
+    assert trained[1].begin == pytest.approx(19.05)
 
 
 def test_nobody_waits_for_clients_that_send_nothing() -> None:
@@ -74,12 +74,12 @@ def test_wait_free_never_takes_longer_and_never_half_as_long() -> None:
 
 def test_there_is_room_for_personal_steps_until_the_new_model_arrives() -> None:
     timeline = Timeline(CLOCK, "until-arrival")
-    generic = [work._replace(personal=0) for work in WORKS]
+    bare = [work._replace(personal=0) for work in WORKS]
     # The server has its model at 13.05; client 0 has it at 16.05 and is idle from 7 on, client 1 at 19.05 and from 6.8.
-    assert timeline.room(generic) == [18, 122]
-    filled = [work._replace(personal=room) for work, room in zip(generic, timeline.room(generic), strict=True)]
+    assert timeline.room(bare) == [18, 122]
+    filled = [work._replace(personal=room) for work, room in zip(bare, timeline.room(bare), strict=True)]
     timeline.round(filled)
-    begins = [span.begin for span in timeline.round(filled) if span.what == "generic"]
+    begins = [span.begin for span in timeline.round(filled) if span.what == "train"]
     assert begins == pytest.approx([16.05, 19.05])  # nobody has to wait for its own steps
 
 
@@ -93,13 +93,13 @@ def test_links_that_take_twice_as_long_take_twice_as_long() -> None:
 
 
 def test_a_constant_clock_is_the_same_for_all_clients() -> None:
-    clock = Settings(clock="constant", clock_compute=0.5, clock_up=3.0).make_clock(4)
+    clock = clock_of(Settings(clock="constant", clock_compute=0.5, clock_up=3.0), 4, seed=0)
     assert len(clock.devices) == 4 and set(clock.devices) == {Device(0.5, 3.0, 6.25e6, 0.05)}
 
 
 def test_a_log_normal_clock_depends_on_the_seed_and_spreads_around_the_median() -> None:
     first, again, other = (
-        Settings(clock="log-normal", seed=seed, clock_spread=0.5).make_clock(2000).devices for seed in (1, 1, 2)
+        clock_of(Settings(clock="log-normal", clock_spread=0.5), 2000, seed).devices for seed in (1, 1, 2)
     )
     assert first == again and first != other
     for name, median in (("compute", 0.001), ("up", 1.25e6), ("down", 6.25e6), ("latency", 0.05)):
@@ -115,7 +115,7 @@ def test_a_trace_is_read_from_csv_and_from_json(tmp_path: Path) -> None:
     lines = ["client,compute,up,down,latency", *(",".join(str(v) for v in row.values()) for row in rows)]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     for name in ("t.json", "t.csv"):
-        clock = Settings(clock="trace", clock_trace=str(tmp_path / name)).make_clock(2)
+        clock = clock_of(Settings(clock="trace", clock_trace=str(tmp_path / name)), 2, seed=0)
         assert clock.devices == (Device(0.5, 10.0, 20.0, 0.0), Device(1.5, 10.0, 20.0, 0.0))
 
 

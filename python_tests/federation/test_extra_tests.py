@@ -13,9 +13,10 @@ from torch import nn
 
 from pfl_ext.algorithms import METHODS, Ditto
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Federation, Settings
+from pfl_ext.engines import Workers
+from pfl_ext.federation import Engine, Federation, InProcess, Record, Settings, Task
 from pfl_ext.metrics import classification_metrics
-from pfl_ext.reports import comparison
+from pfl_ext.reports import ResultsFolder, comparison, recorded
 
 QUICK: dict[str, Any] = {"lr": 0.1, "batch_size": 4}
 SETTINGS: dict[str, Any] = {"rounds": 2, "personal_global_test": True, "prediction_distance": True}
@@ -28,12 +29,18 @@ def _run(
     tests: dict[str, Sequence[Dataset]] | None = None,
     method: str = "ditto",
     folder: Path | None = None,
+    engine: Engine | None = None,
     **settings: Any,
-) -> Federation:
+) -> tuple[Federation, list[Record]]:
     options = Settings(**{**SETTINGS, **settings})
-    run = Federation(METHODS[method](**QUICK), network, dataset, partition, options, extra_tests=tests, folder=folder)
-    run.run()
-    return run
+    run = Federation(
+        METHODS[method](**QUICK), network, dataset, partition, options, extra_tests=tests, folder=folder, engine=engine
+    )
+    return run, run.run()
+
+
+def _of_client(run: Federation, client: int, split: str, metric: str) -> float:
+    return run.client_results[client].metrics["personal", split][metric]
 
 
 def _shifted(dataset: Dataset, by: float) -> Dataset:
@@ -43,26 +50,27 @@ def _shifted(dataset: Dataset, by: float) -> Dataset:
 def test_the_global_test_set_under_another_name_has_its_results(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
-    run = _run(dataset, partition, network, {"again": [dataset.subset(partition.global_test)]})
-    models = run.records[-1]["models"]
+    run, records = _run(dataset, partition, network, {"again": [dataset.subset(partition.global_test)]})
+    models = records[-1]["models"]
     for model in ("personal", "global"):
         assert models[model]["again"] == models[model]["global_test"], model
     assert "distance" in models["personal"]["again"]
-    assert run.client_rows[1]["personal/again/accuracy"] == run.client_rows[1]["personal/global_test/accuracy"]
+    assert _of_client(run, 1, "again", "accuracy") == _of_client(run, 1, "global_test", "accuracy")
 
 
 def test_results_are_averaged_over_the_parts(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     parts = [_shifted(dataset, 0.0), _shifted(dataset, 3.0)]
-    run = _run(dataset, partition, network, {"both": parts, "one": parts[:1], "other": parts[1:]})
-    models = run.records[-1]["models"]
-    turns = run.turns()
-    client, state = turns.models(3, run.round)
-    turns.model.load(state["personal"])
+    run, records = _run(dataset, partition, network, {"both": parts, "one": parts[:1], "other": parts[1:]})
+    models = records[-1]["models"]
+    assert isinstance(run.engine, InProcess)
+    runtime = run.engine.runtime
+    client, received = runtime.begin(Task(3, run.round, "evaluate"))
+    runtime.model.load(runtime.models(client, received)["personal"])
     expected = [classification_metrics(*client.logits(torch.arange(60), part)) for part in parts]
     assert expected[0]["loss"] != expected[1]["loss"]
     for metric in ("accuracy", "loss", "auc"):
         by_hand = [part[metric] for part in expected]
-        assert run.client_rows[3][f"personal/both/{metric}"] == pytest.approx(sum(by_hand) / 2, rel=1e-12)
+        assert _of_client(run, 3, "both", metric) == pytest.approx(sum(by_hand) / 2, rel=1e-12)
         own = [models["global"][name][metric] for name in ("one", "other")]
         assert models["global"]["both"][metric] == pytest.approx(sum(own) / 2, rel=1e-12)
     assert models["personal"]["one"]["accuracy"]["count"] == partition.clients
@@ -71,26 +79,26 @@ def test_results_are_averaged_over_the_parts(dataset: Dataset, partition: Partit
 def test_personal_models_see_them_where_they_see_the_global_test_set(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
-    run = _run(dataset, partition, network, {"far": [_shifted(dataset, 3.0)]}, personal_global_test=False)
-    models = run.records[-1]["models"]
+    _, records = _run(dataset, partition, network, {"far": [_shifted(dataset, 3.0)]}, personal_global_test=False)
+    models = records[-1]["models"]
     assert "far" in models["global"] and "far" not in models["personal"]
-    without_global = _run(dataset, partition, network, {"far": [_shifted(dataset, 3.0)]}, method="standalone")
-    assert list(without_global.records[-1]["models"]) == ["personal"]
+    _, without_global = _run(dataset, partition, network, {"far": [_shifted(dataset, 3.0)]}, method="standalone")
+    assert list(without_global[-1]["models"]) == ["personal"]
 
 
 def test_they_are_seen_after_the_last_round_change_nothing_else_and_a_run_resumes_with_or_without_them(
     dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
 ) -> None:
     tests = {"far": [_shifted(dataset, 3.0)]}
-    plain = _run(dataset, partition, network, rounds=4)
-    tested = _run(dataset, partition, network, tests, rounds=4)
-    assert plain.identity() == tested.identity() and "extra_tests" not in json.dumps(plain.identity())
-    for record in tested.records:
+    plain, without = _run(dataset, partition, network, rounds=4)
+    tested, with_them = _run(dataset, partition, network, tests, rounds=4)
+    assert plain.identity == tested.identity and "extra_tests" not in json.dumps(plain.identity)
+    for record in with_them:
         for splits in record["models"].values():
             assert ("far" in splits) == (record["round"] == 4)
             splits.pop("far", None)
     times = ("seconds", "seconds_training")
-    left = [[{k: v for k, v in r.items() if k not in times} for r in run.records] for run in (plain, tested)]
+    left = [[{k: v for k, v in r.items() if k not in times} for r in records] for records in (without, with_them)]
     assert json.dumps(left[0]) == json.dumps(left[1])
     for name, vector in plain.server.items():
         assert torch.equal(vector, tested.server[name])
@@ -101,27 +109,34 @@ def test_they_are_seen_after_the_last_round_change_nothing_else_and_a_run_resume
         Ditto(**QUICK), network, dataset, partition, settings, folder=tmp_path, resume=True, extra_tests=tests
     )
     assert resumed.round == 2
-    last = resumed.run()
-    assert last["models"]["global"]["far"] and "far" not in resumed.records[0]["models"]["global"]
+    third, last = resumed.run()
+    assert last["models"]["global"]["far"] and "far" not in third["models"]["global"]
     assert torch.equal(resumed.server["model"], plain.server["model"])
 
 
 def test_worker_processes_give_the_same_bits(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     large = dataset.subset(torch.arange(120).repeat(60))  # large enough for a file of its own
     tests = {"large": [large, _shifted(dataset, 1.0)], "far": [_shifted(dataset, 3.0)]}
-    one, two = (_run(dataset, partition, network, tests, workers=workers, rounds=1) for workers in (1, 2))
-    assert json.dumps(one.records[-1]["models"]) == json.dumps(two.records[-1]["models"])
-    assert json.dumps(one.client_rows) == json.dumps(two.client_rows)
+    (one, ours), (two, theirs) = (
+        _run(dataset, partition, network, tests, engine=engine, rounds=1) for engine in (InProcess(), Workers(2))
+    )
+    assert json.dumps(ours[-1]["models"]) == json.dumps(theirs[-1]["models"])
+    assert len(one.client_results) == partition.clients
+    assert [repr(result) for result in one.client_results] == [repr(result) for result in two.client_results]
 
 
 def test_comparisons_show_them_under_their_names(
     dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
 ) -> None:
     tests = {"far": [_shifted(dataset, 3.0)]}
-    runs = [_run(dataset, partition, network, tests, m, tmp_path / m) for m in ("ditto", "fedavg", "standalone")]
-    rows = comparison({run.method.name: run.results for run in runs if run.results is not None})
-    ditto, fedavg, standalone = rows
-    models = runs[0].records[-1]["models"]
+    folders = {}
+    for name in ("ditto", "fedavg", "standalone"):
+        method, settings = METHODS[name](**QUICK), Settings(**SETTINGS)
+        run = Federation(method, network, dataset, partition, settings, extra_tests=tests)
+        folders[name] = ResultsFolder.create(tmp_path / name)
+        list(recorded(run, folders[name]))
+    ditto, fedavg, standalone = comparison(folders)
+    models = folders["ditto"].records()[-1]["models"]
     assert ditto["personal: far"] == pytest.approx(100 * models["personal"]["far"]["accuracy"]["mean"])
     assert ditto["global: far"] == pytest.approx(100 * models["global"]["far"]["accuracy"])
     assert fedavg["personal: far"] is None and standalone["global: far"] is None
@@ -148,7 +163,7 @@ def test_what_does_not_fit_the_data_is_refused(
     with pytest.raises(ValueError, match=message):
         Federation(Ditto(**QUICK), network, dataset, partition, extra_tests={name: [test]})
     numbers = Dataset("n", dataset.inputs, dataset.targets, ("0", "1", "2"), dataset.is_test)
-    assert Federation(Ditto(**QUICK), network, dataset, partition, extra_tests={"n": [numbers]}).extra_tests
+    Federation(Ditto(**QUICK), network, dataset, partition, extra_tests={"n": [numbers]})  # names may be missing
 
 
 def test_an_empty_one_is_refused(dataset: Dataset, partition: Partition, network: nn.Module) -> None:

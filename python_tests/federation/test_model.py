@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pfl_ext.federation import WorkingModel, joined
+from pfl_ext.federation import WorkingModel
+from pfl_ext.nn import FrozenBatchNorm2d
 
 
 def _network() -> nn.Sequential:
@@ -76,15 +77,21 @@ def test_buffers_are_found_by_module_type_not_by_name() -> None:
             self.downsample = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
             self.register_buffer("bn", torch.ones(3))
 
-    model = WorkingModel(Block(), local_buffers=(nn.BatchNorm1d,))
+    model = WorkingModel(Block(), local_buffers=("BatchNorm1d",))
     assert int(model.local.sum()) == 2 + 2 + 1  # mean, variance, counter of downsample.1, not the buffer called bn
+    assert model.local.tolist() == [False] * (model.size - 5) + [True] * 5
     assert int(model.server.sum()) == 0
+    derived = WorkingModel(Block(), server_buffers=("_BatchNorm",))  # a type has the buffers of those derived from it
+    assert torch.equal(derived.server, model.local) and int(derived.local.sum()) == 0
+    with pytest.raises(ValueError, match="type BatchNorm2d has buffers that change; BatchNorm1d, Block have"):
+        WorkingModel(Block(), local_buffers=("BatchNorm2d",))
 
 
 @pytest.mark.parametrize(
     ("module", "message"),
     [
         (nn.ReLU(), "no parameters"),
+        (nn.Linear(2, 2).requires_grad_(False), "all its parameters are frozen; there is nothing to train"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "one floating type"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "one device"),
     ],
@@ -110,29 +117,46 @@ class _Block(nn.Module):
         self.bnb = nn.Linear(2, 2)
 
 
-def test_entries_of_a_type_are_parameters_and_buffers_of_all_its_modules_whatever_they_are_called() -> None:
+def test_the_part_of_a_type_has_parameters_and_buffers_of_all_its_modules_whatever_they_are_called() -> None:
     model = WorkingModel(_Block())
-    found = model.entries(nn.BatchNorm1d)
-    assert torch.equal(found, model.entries("bn1", "downsample.1"))
-    assert int(found.sum()) == 2 * (2 + 2 + 2 + 2 + 1)  # weight, bias, mean, variance, counter
-    with pytest.raises(ValueError, match=r"module Conv2d does not part the network in two; it has bn1, downsample.0"):
-        model.entries(nn.Conv2d)
+    found, state = model.part(nn.BatchNorm1d), torch.randn(model.size)
+    for named in (model.part("bn1", "downsample.1"), model.part("downsample.1, bn1")):
+        assert torch.equal(found.of(state), named.of(state)) and torch.equal(found.read(), named.read())
+    assert found.size == len(found.read()) == 2 * (2 + 2 + 2 + 2 + 1)  # weight, bias, mean, variance, counter
+    message = r"module Conv2d does not part what is trained in two; that is in bn1, downsample.0"
+    with pytest.raises(ValueError, match=message):
+        model.part(nn.Conv2d)
+    with pytest.raises(ValueError, match="module 'bn' does not part"):
+        model.part("bn")  # a name, not the beginning of one
+    with pytest.raises(ValueError, match="module Module does not part"):
+        model.part(nn.Module)  # there are no others
 
 
-def test_parameters_in_entries_are_the_trained_ones_there() -> None:
+def test_a_part_without_a_name_is_the_last_layer_that_is_trained() -> None:
+    block = _Block()
+    assert WorkingModel(block).part("").parameters == [*block.bnb.parameters()]
+    block.bnb.requires_grad_(False)
+    assert WorkingModel(block).part("").parameters == [*block.downsample[1].parameters()]
+
+
+def test_the_parameters_of_a_part_are_the_trained_ones_there() -> None:
     block = _Block()
     block.bn1.bias.requires_grad_(False)
     model = WorkingModel(block)
-    norms = model.entries(nn.BatchNorm1d)
-    inside, outside = model.parameters_in(norms), model.parameters_in(~norms)
+    norms = model.part(nn.BatchNorm1d)
+    inside, outside = norms.parameters, (~norms).parameters
     assert [id(p) for p in inside] == [id(p) for p in (block.bn1.weight, *block.downsample[1].parameters())]
     assert {id(p) for p in inside + outside} == {id(p) for p in model.trained}
+    assert norms.size == 2 * 9 - 2 and norms.size + (~norms).size == model.size
 
 
-def test_a_state_is_joined_from_its_two_parts() -> None:
+def test_a_state_is_made_whole_of_its_two_parts() -> None:
     model = WorkingModel(_Block())
-    state, norms = torch.randn(model.size), model.entries(nn.BatchNorm1d)
-    assert torch.equal(joined(norms, state[norms], state[~norms]), state)
+    state, norms = torch.randn(model.size), model.part(nn.BatchNorm1d)
+    first, second = (norms, norms.of(state)), (~norms, (~norms).of(state))
+    assert torch.equal(model.whole(first, second), state) and torch.equal(model.whole(second, first), state)
+    with pytest.raises(ValueError, match=rf"parts of \[18\] numbers for a model of {model.size}"):
+        model.whole(first)
 
 
 def test_a_layer_is_a_module_with_its_buffers_or_a_tensor() -> None:
@@ -145,12 +169,13 @@ def test_a_layer_is_a_module_with_its_buffers_or_a_tensor() -> None:
     owners = dict(zip(model.names, (int(part.unique()) for part in layers.entries.split(sizes)), strict=True))
     assert owners["0.weight"] == owners["0.bias"] == 0
     assert owners["1.weight"] == owners["1.running_var"] == owners["1.num_batches_tracked"] == 1
+    assert owners["3.bias"] == 2 and "3.weight" not in owners
     tensors = model.layers("tensor")
     assert tensors.names == ["0.weight", "0.bias", "1.weight", "1.bias", "3.bias"]
     assert tensors.groups == list(range(5))
     parts = tensors.entries.split(sizes)
-    assert [int(part.unique()) for part in parts] == [0, 1, 2, 3, -1, 4, -1, -1, -1]
-    assert int(model.trained_entries().sum()) == sum(p.numel() for p in model.trained)
+    assert [int(part.unique()) for part in parts] == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert model.parameters == sum(p.numel() for p in model.trained)
 
 
 def test_two_models_change_places_without_a_copy() -> None:
@@ -167,24 +192,52 @@ def test_two_models_change_places_without_a_copy() -> None:
     assert torch.equal(model.state(), second) and [p.data_ptr() for p in model.trained] == memory
 
 
-def test_parts_are_read_written_and_made_whole_as_through_the_whole_state() -> None:
-    from pfl_ext.nn import FrozenBatchNorm2d
-
+def test_what_is_frozen_is_not_in_a_state() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), FrozenBatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
     module[0].requires_grad_(False)
     model = WorkingModel(module)
-    part = model.changing
     # The second normalisation trains its parameters here, and keeps its statistics.
-    assert int(part.sum()) == 8 + 9 + 8 + 34 and not part[: 4 * 27 + 4].any()
-    start = model.state()
-    assert torch.equal(model.read(part), start[part])
-    values = torch.arange(59.0)
+    assert model.size == 8 + 9 + 8 + 34 and model.parameters == 8 + 8 + 34
+    trained = torch.cat(
+        [p.flatten() for p in (*module[1].parameters(), *module[2].parameters(), *module[4].parameters())]
+    )
+    buffers = torch.cat([b.flatten().float() for b in module[1].buffers()])
+    assert torch.equal(model.state(), torch.cat([trained, buffers]))
+    frozen = [tensor.clone() for tensor in (*module[0].parameters(), *module[2].buffers())]
+    model.load(torch.arange(59.0))
+    assert torch.equal(model.state(), torch.arange(59.0))
+    for before, after in zip(frozen, (*module[0].parameters(), *module[2].buffers()), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_parts_are_read_written_and_made_whole_as_through_the_whole_state() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), FrozenBatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+    module[0].requires_grad_(False)
+    model = WorkingModel(module)
+    start, head = model.state(), model.part("4")
+    entries = torch.zeros(59, dtype=torch.bool)
+    entries[16 : 16 + 34] = True  # behind the parameters of both normalisations, before the buffers
+    assert head.size == 34
+    assert torch.equal(head.read(), start[entries]) and torch.equal(head.of(start), start[entries])
+    assert torch.equal((~head).read(), start[~entries])
+    values = torch.arange(34.0)
     expected = start.clone()
-    expected[part] = values
-    assert torch.equal(model.whole((part, values)), expected)
-    model.write(part, values)
+    expected[entries] = values
+    assert torch.equal(model.whole((head, values), (~head, start[~entries])), expected)
+    head.write(values)
     assert torch.equal(model.state(), expected)
-    head = model.entries("4")
-    assert torch.equal(model.whole((head, values[:34]), (part & ~head, values[34:]))[head], values[:34])
-    with pytest.raises(ValueError, match="values for 59 entries"):
-        model.write(part, values[:3])
+    head.read().zero_()  # a copy
+    assert torch.equal(model.state(), expected)
+    with pytest.raises(ValueError, match=r"\[3\] values for a part of 34 numbers"):
+        head.write(values[:3])
+    assert torch.equal(model.state(), expected)
+
+
+def test_a_digest_and_a_layout_tell_frozen_numbers_too() -> None:
+    network = _network()
+    network[0].requires_grad_(False)
+    model = WorkingModel(network)
+    before, state = model.digest(), model.state()
+    assert ("0.weight", [4, 2, 3, 3]) in model.layout()
+    network[0].weight.data[0] += 1
+    assert model.digest() != before and torch.equal(model.state(), state)

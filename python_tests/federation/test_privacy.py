@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,8 +15,18 @@ from torch.nn import functional as F
 from pfl_ext import nn as networks
 from pfl_ext.algorithms import METHODS, Ditto, FedAvg, FedSAM, PerAda
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Federation, ForeignCheckpoint, Settings, WorkingModel, classification_loss
-from pfl_ext.federation.privacy import Privacy, epsilon, private_gradients, refuse_batch_norm, sampling
+from pfl_ext.federation import (
+    Client,
+    Federation,
+    ForeignCheckpoint,
+    Settings,
+    Steps,
+    WorkingModel,
+    classification_loss,
+    sam,
+)
+from pfl_ext.federation.privacy import epsilon, private_gradients, refuse_batch_norm, sampling
+from pfl_ext.federation.settings import Privacy
 
 
 # What opacus.accountants.analysis.rdp of Opacus 1.6.0 gives (compute_rdp, get_privacy_spent) with its default orders.
@@ -55,7 +67,7 @@ def test_private_gradients_are_clipped_sample_by_sample() -> None:
     model.module.train()
     x = 3 * torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.arange(6) % 3
-    privacy = Privacy(noise=0.7, clip=2.75, delta=1e-5)
+    privacy = Privacy(dp_noise=0.7, dp_clip=2.75, dp_delta=1e-5)
     loss, found = private_gradients(
         model, model.trained, x, y, classification_loss, privacy, 4.0, torch.Generator().manual_seed(3)
     )
@@ -80,7 +92,7 @@ def test_an_empty_batch_is_noise_alone() -> None:
     nothing = torch.empty(0, 4, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
     noise = torch.Generator().manual_seed(3)
     loss, found = private_gradients(
-        model, model.trained, *nothing, classification_loss, Privacy(1.0, 2.0, 1e-5), 4.0, noise
+        model, model.trained, *nothing, classification_loss, Privacy(dp_noise=1.0, dp_clip=2.0), 4.0, noise
     )
     again = torch.Generator().manual_seed(3)
     assert float(loss) == 0
@@ -94,7 +106,7 @@ def test_many_samples_are_taken_in_parts_with_the_same_sum(monkeypatch: pytest.M
     y = torch.arange(9) % 3
 
     def gradients() -> list[Tensor]:
-        quiet = Privacy(0.0, 0.5, 1e-5)
+        quiet = Privacy(dp_clip=0.5)
         return private_gradients(model, model.trained, x, y, classification_loss, quiet, 4.0, torch.Generator())[1]
 
     whole = gradients()
@@ -114,7 +126,7 @@ def test_the_networks_for_privacy_have_per_sample_gradients(name: str) -> None:
     model.module.train()
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.tensor([0, 2])
-    quiet = Privacy(0.0, 1e9, 1e-5)  # nothing is clipped: the sum of the samples' gradients
+    quiet = Privacy(dp_clip=1e9)  # nothing is clipped: the sum of the samples' gradients
     _, found = private_gradients(model, model.trained, x, y, classification_loss, quiet, 2.0, torch.Generator())
     expected = torch.autograd.grad(F.cross_entropy(model(x), y), model.trained)
     for g, e in zip(found, expected, strict=True):
@@ -134,11 +146,48 @@ def test_batch_normalisation_is_refused_with_the_reason_unless_it_is_frozen(
 
 
 def test_methods_that_touch_samples_elsewhere_are_refused(dataset: Dataset, partition: Partition) -> None:
-    private = {name for name, method in METHODS.items() if "private" in vars(method)}
+    private = {name for name, method in METHODS.items() if method.private}
     assert {"fedavg", "ditto", "perada", "feddf", "fedalt", "fedsim", "standalone"} <= private
     assert not private & {"persfl", "scd", "fedsam", "fedgen", "pfedme"}
     with pytest.raises(ValueError, match="fedsam has no differentially private form"):
         Federation(FedSAM(), nn.Linear(4, 3), dataset, partition, Settings(dp_clip=1.0))
+
+
+def test_whether_a_method_is_private_is_a_value_that_it_inherits_or_sets(
+    dataset: Dataset, partition: Partition
+) -> None:
+    class Inherits(FedAvg):
+        name = "inherits"
+
+    class Unsaid(Inherits):
+        name = "unsaid"
+        private = False
+
+    private = Settings(rounds=1, dp_clip=1.0, dp_noise=1.0)
+    (record,) = Federation(Inherits(batch_size=4), nn.Linear(4, 3).double(), dataset, partition, private).run()
+    assert record["training"]["epsilon"] > 0
+    with pytest.raises(ValueError, match="unsaid has no differentially private form"):
+        Federation(Unsaid(), nn.Linear(4, 3).double(), dataset, partition, private)
+    Federation(Unsaid(batch_size=4), nn.Linear(4, 3).double(), dataset, partition, Settings(rounds=1)).run()
+
+
+@pytest.mark.parametrize("how", ["loss", "perturb"])
+def test_a_method_that_says_it_is_private_and_trains_otherwise_is_refused_in_its_turn(
+    how: str, dataset: Dataset, partition: Partition
+) -> None:
+    @dataclass(frozen=True)
+    class Wrong(FedAvg):
+        def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            client.model.load(received["model"])
+            if how == "loss":
+                Steps(client, self).train(lambda logits, batch: logits.square().mean())
+            else:
+                Steps(client, self, perturb=sam(0.1)).train()
+            return {"model": client.model.state()}
+
+    run = Federation(Wrong(), nn.Linear(4, 3).double(), dataset, partition, Settings(rounds=1, dp_clip=1.0))
+    with pytest.raises(ValueError, match="another loss or steps"):
+        run.run()
 
 
 def test_options_of_privacy_are_checked() -> None:
@@ -164,9 +213,12 @@ def partition() -> Partition:
 
 
 def _run(method: Any, dataset: Dataset, partition: Partition, **more: Any) -> Federation:
+    """A run to its end; its last record has the mean of what the clients have spent."""
     options = {"rounds": 3, "dp_clip": 1.0, "dp_noise": 1.2, "checkpoint_every": 1, **more.pop("settings", {})}
     run = Federation(method, _network(), dataset, partition, Settings(**options), **more)
-    run.run()
+    last = run.run()[-1]
+    means = [result.report["epsilon"] for result in run.client_results if "epsilon" in result.report]
+    assert last["training"].get("epsilon") == (pytest.approx(sum(means) / len(means)) if means else None)
     return run
 
 
@@ -177,8 +229,7 @@ def test_both_adapters_of_every_client_are_accounted_for_together(dataset: Datas
     for k, (samples, batches) in enumerate(((10, 3), (24, 6))):
         # 1 pass of the local and 2 of the personal adapter in each of 3 rounds; distillation sees no client's data.
         steps = 3 * 3 * batches
-        assert run.reports[k]["epsilon"] == pytest.approx(epsilon(1 / batches, 1.2, steps, 1e-5)), samples
-    assert run.records[-1]["training"]["epsilon"] > 0
+        assert run.client_results[k].report["epsilon"] == pytest.approx(epsilon(1 / batches, 1.2, steps, 1e-5)), samples
 
 
 def test_a_private_run_is_resumed_to_the_bit_with_its_account(
@@ -189,8 +240,9 @@ def test_a_private_run_is_resumed_to_the_bit_with_its_account(
     _run(method, dataset, partition, folder=tmp_path, settings={"rounds": 1})
     resumed = _run(method, dataset, partition, folder=tmp_path, resume=True)
     assert torch.equal(whole.server["model"], resumed.server["model"])
-    assert whole.reports[1]["epsilon"] == resumed.reports[1]["epsilon"] > 0
-    with pytest.raises(ForeignCheckpoint, match="privacy"):
+    ours, theirs = (run.client_results[1].report["epsilon"] for run in (whole, resumed))
+    assert ours == theirs > 0
+    with pytest.raises(ForeignCheckpoint, match=r"dp_noise: 1\.2 there, 2\.0 here"):
         _run(method, dataset, partition, folder=tmp_path, resume=True, settings={"dp_noise": 2.0})
 
 
@@ -207,7 +259,7 @@ def test_noise_and_clipping_matter(dataset: Dataset, partition: Partition) -> No
 
 def test_how_far_personal_predictions_are_from_global_ones_is_recorded(dataset: Dataset, partition: Partition) -> None:
     settings = Settings(rounds=1, prediction_distance=True, personal_global_test=True)
-    last = Federation(Ditto(lr=0.5, batch_size=4), _network(), dataset, partition, settings).run()
+    last = Federation(Ditto(lr=0.5, batch_size=4), _network(), dataset, partition, settings).run()[-1]
     for split in ("test", "global_test"):
         assert 0 < last["models"]["personal"][split]["distance"]["mean"] <= 1
     assert "distance" not in last["models"]["global"]["test"]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.algorithms import FedAvg
-from pfl_ext.algorithms.fedavg import average
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Diverged, Federation, Method, Server, Settings, Uploads
+from pfl_ext.federation import Client, Diverged, Federation, Method, Server, Settings, Stage, Uploads
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class _Noisy(FedAvg):
 
     name = "noisy"
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
-        server["model"] = average(uploads)
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
+        server["model"] = uploads.average()
         server.model.load(server["model"])
         noise = torch.randn(5, 4, generator=server.stream("noise"))
         dropped = nn.functional.dropout(noise, 0.5)  # draws from torch's own generator
@@ -39,24 +38,21 @@ class _OfItsOwn(Method):
 
     name = "of-its-own"
 
-    def server_state(self, model: object) -> dict[str, Tensor]:
-        return {"seed": torch.ones(100)}
+    def set_up(self, server: Server) -> None:
+        server["seed"] = torch.ones(100)
 
-    def received(self) -> tuple[str, ...]:
-        return ("own",)
-
-    def sends(self, server: Mapping[str, Tensor], client: int, names: tuple[str, ...]) -> dict[str, Tensor]:
-        assert names == ("own",)
+    def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
+        assert list(server) == ["seed"] and stage in ("train", "evaluate")
         return {"own": server["seed"][:3] * client}
 
-    def client_round(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert received["own"].tolist() == [client.index] * 3
         return {"own": received["own"]}
 
-    def server_round(self, server: Server, uploads: Uploads) -> None:
-        assert [x.tolist() for x in uploads["own"]] == [[k] * 3 for k in uploads.clients]
+    def aggregate(self, server: Server, uploads: Uploads) -> None:
+        assert [x.tolist() for x in uploads.each("own")] == [[k] * 3 for k in uploads.clients]
 
-    def evaluated(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert received["own"].tolist() == [client.index] * 3
         return {}
 
@@ -66,27 +62,30 @@ def test_a_server_that_trains_gives_the_same_bits_resumed_and_beside_other_rando
 ) -> None:
     settings = Settings(rounds=3)
     whole = Federation(_Noisy(lr=0.1), network, dataset, partition, settings)
-    whole.run()
+    records = whole.run()
     Federation(_Noisy(lr=0.1), network, dataset, partition, Settings(rounds=2), folder=tmp_path).run()
     torch.manual_seed(99)
     before = torch.get_rng_state()
     resumed = Federation(_Noisy(lr=0.1), network, dataset, partition, settings, folder=tmp_path, resume=True)
-    resumed.run()
+    rest = resumed.run()
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(resumed.server["model"], whole.server["model"])
-    reported = [record["server"]["distance"] for record in whole.records]
-    assert [record["server"]["distance"] for record in resumed.records] == reported
+    reported = [record["server"]["distance"] for record in records]
+    assert [record["server"]["distance"] for record in rest] == reported[2:]
     assert len(set(reported)) == 3
 
 
 def test_the_servers_streams_differ_by_round_and_name(network: nn.Module) -> None:
-    server = Server({}, network, seed=1)
+    server = Server(network, Settings(seed=1), clients=6)
     drawn = []
     for server.round in (1, 2):
         drawn += [torch.rand((), generator=server.stream(name)).item() for name in ("noise", "batches")]
     assert len(set(drawn)) == 4
     server.round = 1
     assert torch.rand((), generator=server.stream("noise")).item() == drawn[0]
+    other = Server(network, Settings(seed=2), clients=6)
+    other.round = 1
+    assert torch.rand((), generator=other.stream("noise")).item() not in drawn
 
 
 def test_the_servers_model_is_not_that_of_the_clients(
@@ -102,15 +101,15 @@ def test_what_a_server_makes_for_each_client_reaches_it_and_is_what_is_counted(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     run = Federation(_OfItsOwn(), network, dataset, partition, Settings(rounds=1))
-    run.run()
-    assert run.records[0]["communication"]["down_parameters"] == 3 * partition.clients
+    (record,) = run.run()
+    assert record["communication"]["down_parameters"] == 3 * partition.clients
 
 
 def test_a_server_that_diverges_is_named(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     @dataclass(frozen=True)
     class Broken(FedAvg):
-        def server_round(self, server: Server, uploads: Uploads) -> None:
-            server["model"] = average(uploads) / 0
+        def aggregate(self, server: Server, uploads: Uploads) -> None:
+            server["model"] = uploads.average() / 0
 
     with pytest.raises(Diverged, match="the server diverged in round 1: its model is not finite"):
         Federation(Broken(), network, dataset, partition, Settings(rounds=2, diverged="drop")).run()
@@ -121,11 +120,12 @@ def test_what_a_server_keeps_for_each_client_is_drawn_from_the_seed_and_resumed(
 ) -> None:
     @dataclass(frozen=True)
     class Counting(FedAvg):
-        def prepare_server(self, server: Server) -> None:
+        def set_up(self, server: Server) -> None:
+            super().set_up(server)
             server["turns"] = torch.rand(server.clients, generator=server.stream("turns"))
 
-        def server_round(self, server: Server, uploads: Uploads) -> None:
-            server["model"] = average(uploads)
+        def aggregate(self, server: Server, uploads: Uploads) -> None:
+            server["model"] = uploads.average()
             server["turns"][uploads.clients] += 1
 
     settings = Settings(rounds=2, participation=0.5, seed=5)

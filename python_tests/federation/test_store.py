@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pfl_ext.federation import ClientStore
+from pfl_ext.federation import ClientStore, mapped
 from pfl_ext.federation.mapped import MappedTensor, scratch_folder
 
 
@@ -92,12 +101,82 @@ def test_an_empty_tensor_can_be_mapped(tmp_path: Path) -> None:
     assert MappedTensor.copy(torch.empty(0, 3), tmp_path / "x").open().shape == (0, 3)
 
 
-def test_a_scratch_folder_goes_with_its_owner() -> None:
-    class Owner:
-        pass
+class _Owner:
+    pass
 
-    owner = Owner()
+
+def test_a_scratch_folder_goes_with_its_owner() -> None:
+    owner = _Owner()
     folder = scratch_folder(owner, 1)
     assert folder.is_dir()
     del owner
     assert not folder.exists()
+
+
+KILLED = """
+import os, signal, sys
+from pfl_ext.federation.mapped import scratch_folder
+owner = type("Owner", (), {})()
+print(scratch_folder(owner, int(sys.argv[1])), flush=True)
+if len(sys.argv) == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files of this process and those it starts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield tmp_path
+    tempfile.tempdir = None
+
+
+@pytest.mark.parametrize("size", [1, 1 << 62], ids=["memory", "disk"])
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_living_one_is_not(
+    size: int, temporary: Path
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(size)]
+    killed = subprocess.run(command, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    abandoned = Path(killed.stdout.strip())
+    assert (abandoned.parent == temporary) == (size > 1 or not Path("/dev/shm").is_dir())
+    with subprocess.Popen([*command, "live"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living:
+        assert living.stdout is not None and living.stdin is not None
+        theirs = Path(living.stdout.readline().strip())
+        assert theirs.is_dir()  # its process has removed what was abandoned
+        assert not abandoned.exists()
+        owner = _Owner()
+        ours = scratch_folder(owner, size)
+        assert ours.is_dir() and theirs.is_dir()
+        living.stdin.close()
+    assert not theirs.exists() and ours.is_dir()
+
+
+def test_a_folder_that_is_being_made_is_not_taken_for_an_abandoned_one(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def another_process_begins(file: Any, operation: int) -> None:
+        monkeypatch.setattr(mapped.fcntl, "flock", flock)
+        mapped._remove_abandoned(temporary)
+        flock(file, operation)
+
+    monkeypatch.setattr(mapped.fcntl, "flock", another_process_begins)
+    owner = _Owner()
+    folder = scratch_folder(owner, 1 << 62)
+    assert folder.parent == temporary and (folder / "owner.lock").exists()
+    mapped._remove_abandoned(temporary)
+    assert folder.is_dir()
+
+
+def test_a_scratch_folder_is_in_memory_only_where_there_is_room(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(64 << 20, 0, 64 << 20))
+    small, large = _Owner(), _Owner()
+    assert scratch_folder(small, 1 << 20).parent == (Path("/dev/shm") if Path("/dev/shm").is_dir() else temporary)
+    assert scratch_folder(large, 40 << 20).parent == temporary

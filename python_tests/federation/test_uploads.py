@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pfl_ext.algorithms import Ditto
-from pfl_ext.algorithms.fedavg import average
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Federation, Settings, Uploads, method
+from pfl_ext.federation import Federation, Settings, Uploads, uploads
 from pfl_ext.federation.mapped import MappedTensor
 
 
@@ -28,20 +27,38 @@ def vectors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("numbers", [1, 16, 37, 1003, 5000])
 def test_an_average_in_pieces_is_the_average_to_the_bit(vectors, numbers, tmp_path, monkeypatch):
-    monkeypatch.setattr(method, "_PIECES", numbers * 5 * 4)
+    reads = []
+
+    def read(self, begin, count, original=MappedTensor.read):
+        reads.append((begin, count))
+        return original(self, begin, count)
+
+    monkeypatch.setattr(uploads, "_PIECES", numbers * 5 * 4)
+    monkeypatch.setattr(MappedTensor, "read", read)
     spilled = in_files(vectors, tmp_path)
-    assert len(list(spilled.pieces("model"))) == -(-1003 // numbers)
     in_memory = Uploads(spilled.clients, spilled.samples, [{"model": v} for v in vectors])
-    assert torch.equal(average(spilled), average(in_memory))
+    assert torch.equal(spilled.average(), in_memory.average())
+    assert len(reads) == 5 * -(-1003 // numbers) and max(count for _, count in reads) == min(numbers, 1003)
+    assert torch.equal(spilled.average(equally=True), in_memory.average(equally=True))
+    weights = [0.5, -1.0, 2.0, 0.0, 3.0]
+    assert torch.equal(spilled.sum("model", weights), in_memory.sum("model", weights))
     assert (spilled.parameters(), spilled.bytes()) == (in_memory.parameters(), in_memory.bytes()) == (5015, 20060)
 
 
 def test_vectors_in_files_are_there_whole_too_and_outlive_their_files(vectors, tmp_path):
-    uploads = in_files(vectors, tmp_path)
-    whole = uploads["model"]
-    uploads.discard()
+    spilled = in_files(vectors, tmp_path)
+    whole = spilled.each("model")
+    spilled.release()
     assert not list(tmp_path.iterdir())
     assert all(torch.equal(a, b) for a, b in zip(whole, vectors, strict=True))
+
+
+def test_averages_and_sums_are_those_by_hand(vectors):
+    there = Uploads([0, 3], [1, 3], [{"a": vectors[0]}, {"a": vectors[1]}])
+    torch.testing.assert_close(there.average("a"), 0.25 * vectors[0] + 0.75 * vectors[1])
+    torch.testing.assert_close(there.average("a", equally=True), (vectors[0] + vectors[1]) / 2)
+    torch.testing.assert_close(there.sum("a", [2.0, -1.0]), 2 * vectors[0] - vectors[1])
+    assert len(there) == 2 and there.staleness == [0, 0]
 
 
 def federation(clients: int, width: int, store: str) -> Federation:
@@ -60,12 +77,12 @@ def test_a_mapped_run_is_the_run_in_memory_to_the_bit():
         torch.manual_seed(0)
         run = federation(70, 300, store)
         assert run.server["model"].nbytes > 1 << 16  # large enough to be kept in a file
-        run.run()
-        runs.append(run)
-    a, b = runs
+        runs.append((run, run.run()))
+    (a, ours), (b, theirs) = runs
     assert torch.equal(a.server["model"], b.server["model"])
-    assert all(torch.equal(a.store.read(k, "personal"), b.store.read(k, "personal")) for k in range(70))
-    assert a.records[0]["communication"] == b.records[0]["communication"]
+    rows = [[run.engine.store.read(k, "personal") for k in range(70)] for run in (a, b)]
+    assert all(torch.equal(x, y) for x, y in zip(*rows, strict=True))
+    assert ours[0]["communication"] == theirs[0]["communication"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no high-water mark of memory to reset")
@@ -74,7 +91,7 @@ def test_a_mapped_run_needs_no_memory_that_grows_with_clients(monkeypatch):
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
         return int(line.split()[1]) * 1024
 
-    monkeypatch.setattr(method, "_PIECES", 1 << 22)
+    monkeypatch.setattr(uploads, "_PIECES", 1 << 22)
     run = federation(600, 300, "mapped")  # 77 kB a client: 46 MB of personal models, and as much is sent
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("the high-water mark of memory cannot be reset here")

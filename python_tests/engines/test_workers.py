@@ -1,0 +1,188 @@
+"""Worker processes: what goes wrong in one, what they leave, what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import Faulty
+from torch import nn
+
+from pfl_ext.algorithms import Ditto, FedAvg
+from pfl_ext.data import PARTITIONERS, Dataset, Partition
+from pfl_ext.engines import EngineOptions, Workers, make_engine
+from pfl_ext.federation import Diverged, Federation, InProcess, Plan, Record, Settings
+
+QUICK: dict[str, Any] = {"lr": 0.1, "batch_size": 4}
+
+
+@pytest.fixture
+def dataset() -> Dataset:
+    """120 points of three classes in four dimensions."""
+    y = torch.arange(120) % 3
+    x = torch.randn(120, 4, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(4)[y]
+    return Dataset("points", x, y, ("a", "b", "c"), torch.zeros(120, dtype=torch.bool))
+
+
+@pytest.fixture
+def partition(dataset: Dataset) -> Partition:
+    return PARTITIONERS["iid"](dataset, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def _told(records: list[Record]) -> str:
+    return json.dumps([{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records])
+
+
+def _end(processes: list[int]) -> None:
+    """They end, soon."""
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.05)
+
+
+def test_a_worker_that_is_killed_between_two_rounds_is_one_clear_error_and_the_run_can_go_on(
+    dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
+) -> None:
+    # The other worker may do a few more rounds before the death is noticed.
+    settings = Settings(rounds=10_000, checkpoint_every=1, evaluate_every=10_000)
+    engine = Workers(2)
+    run = Federation(FedAvg(**QUICK), network, dataset, partition, settings, folder=tmp_path, engine=engine)
+    with pytest.raises(RuntimeError, match=r"a worker process ended in the stage 'train' of round \d+ .*workers=1"):
+        for record in run.rounds():
+            if record["round"] == 2:
+                processes = list(engine._processes)
+                os.kill(processes[0], signal.SIGKILL)
+    assert 2 <= run.round < 10_000
+    _end(processes)
+    settings = dataclasses.replace(settings, rounds=run.round + 2)
+    resumed = Federation(FedAvg(**QUICK), network, dataset, partition, settings, folder=tmp_path, resume=True)
+    assert resumed.round == run.round
+    whole = Federation(FedAvg(**QUICK), network, dataset, partition, settings)
+    assert _told(resumed.run()) == _told(whole.run()[-2:])
+    assert torch.equal(resumed.server["model"], whole.server["model"])
+
+
+def test_a_worker_that_is_killed_in_a_turn_is_one_clear_error(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    engine = Workers(2)
+    run = Federation(Faulty(**QUICK, how="die"), network, dataset, partition, Settings(rounds=3), engine=engine)
+    rounds = run.rounds()
+    assert next(rounds)["round"] == 1
+    processes = list(engine._processes)
+    with pytest.raises(RuntimeError, match=r"in the stage 'train' of round 2 \(killed: out of memory\?.*fewer workers"):
+        next(rounds)
+    _end(processes)
+
+
+def test_a_fault_in_a_method_comes_back_as_it_is(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
+    engine = Workers(2)
+    with pytest.raises(ZeroDivisionError, match="a fault in the method"):
+        Federation(Faulty(**QUICK), network, dataset, partition, Settings(rounds=3), engine=engine).run()
+    _end(engine._processes)
+
+
+def test_a_client_that_diverges_stops_the_run_or_is_dropped_as_in_one_process(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    method = Faulty(**QUICK, how="nan")
+    with pytest.raises(Diverged, match=r"client 2 diverged in round 2.*diverged=drop"):
+        Federation(method, network, dataset, partition, Settings(rounds=3), engine=Workers(2)).run()
+    settings = Settings(rounds=3, diverged="drop")
+    one, two = (Federation(method, network, dataset, partition, settings, engine=e) for e in (InProcess(), Workers(2)))
+    records = one.run()
+    assert records[1]["dropped"] == [2]
+    assert _told(two.run()) == _told(records)
+    assert torch.equal(one.server["model"], two.server["model"])
+
+
+@pytest.mark.parametrize("stop", ["end", "break", "raise"])
+def test_whoever_stops_looking_at_a_run_leaves_no_process(
+    stop: str, dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    engine = Workers(2)
+    run = Federation(FedAvg(**QUICK), network, dataset, partition, Settings(rounds=2), engine=engine)
+    rounds = run.rounds()
+    for _ in rounds:
+        assert len(engine._processes) == 2 and all(Path(f"/proc/{pid}").exists() for pid in engine._processes)
+        if stop == "break":
+            break
+        if stop == "raise":
+            with pytest.raises(KeyError):
+                rounds.throw(KeyError)  # type: ignore[attr-defined]
+            break
+    del rounds
+    assert not any(Path(f"/proc/{pid}").exists() for pid in engine._processes)
+    engine.close()  # once more does nothing
+    Workers(2).close()
+
+
+def test_uploads_take_no_more_memory_the_longer_a_run_is(dataset: Dataset, partition: Partition) -> None:
+    torch.manual_seed(1)
+    wide = nn.Sequential(nn.Linear(4, 300), nn.ReLU(), nn.Linear(300, 3))
+    engine = Workers(2)
+    settings = Settings(rounds=30, evaluate_every=5)
+    run = Federation(FedAvg(**QUICK), wide, dataset, partition, settings, engine=engine)
+    sent, files, sizes = 0, [], []
+    for record in run.rounds():
+        sent += record["communication"]["up_bytes"]
+        found = [path.stat() for path in engine._folder.rglob("*") if path.is_file()]
+        files.append(len(found))
+        sizes.append(sum(status.st_blocks * 512 for status in found))
+    model = run.server["model"].nbytes
+    assert sent == 30 * 6 * model
+    # A slot for each client in each worker at most, whoever comes to which; and logits of the evaluation.
+    page = 4096
+    assert sizes[-1] - sizes[0] < 2 * 6 * (model + page) and max(sizes) < sent / 4
+    assert files[-1] - files[0] <= 2 * 6
+    assert len(list((engine._folder / "slots").iterdir())) <= 2 * 6 + 2
+
+
+def test_a_checkpoint_does_not_depend_on_the_engine(
+    dataset: Dataset, partition: Partition, network: nn.Module, tmp_path: Path
+) -> None:
+    engines: list[Callable[[], InProcess | Workers]] = [InProcess, lambda: Workers(2), InProcess]
+    whole = Federation(Ditto(**QUICK), network, dataset, partition, Settings(rounds=3))
+    records = whole.run()
+    for rounds, engine in enumerate(engines, 1):
+        run = Federation(
+            Ditto(**QUICK), network, dataset, partition, Settings(rounds=rounds),
+            folder=tmp_path, resume=rounds > 1, engine=engine(),
+        )  # fmt: skip
+        assert _told([record | {"round": 0} for record in run.run()]) == _told([records[rounds - 1] | {"round": 0}])
+    assert torch.equal(run.server["model"], whole.server["model"])
+    assert isinstance(run.engine, InProcess) and isinstance(whole.engine, InProcess)
+    for k in range(6):
+        assert torch.equal(run.engine.store.read(k, "personal"), whole.engine.store.read(k, "personal"))
+
+
+def test_data_on_another_device_are_refused(
+    dataset: Dataset, network: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dataset, "device", torch.device("cuda:1"))
+    with pytest.raises(ValueError, match="2 workers on cuda:1; workers train on the cpu"):
+        Workers(2).start(Plan(FedAvg(), network, dataset, {}, Settings()))
+
+
+def test_options_choose_the_engine() -> None:
+    assert isinstance(make_engine(EngineOptions()), InProcess)
+    several = make_engine(EngineOptions(workers=3))
+    assert isinstance(several, Workers) and several.workers == 3
+    assert EngineOptions(workers=3).identity() == {}
+    with pytest.raises(ValueError, match="workers is 0; accepted is a value of 1 or more"):
+        EngineOptions(workers=0)
