@@ -151,8 +151,8 @@ class Federation:
                 while self._state.personalized < self.partition.clients:
                     self._personalize_some()
                     self._pause(stop)
-                record: Record = {"round": self.round + 1, "stage": "personalized"}
-                record |= {"dropped": self._state.dropped_last} if self._state.dropped_last else {}
+                dropped = {"dropped": self._state.dropped_last} if self._state.dropped_last else {}
+                record: Record = {"round": self.round + 1, "stage": "personalized", **dropped}
                 record["communication"] = {"up_parameters": 0, "up_bytes": 0, **self._state.received_last}
                 record["training"] = self._state.reports.means(range(self.partition.clients))
                 yield self._timed(record, begin)
@@ -212,10 +212,8 @@ class Federation:
         for reply in self.engine.run([Task(k, self.round, "finish") for k in group]):
             for name, count in received([reply]).items():
                 self._state.received_last[name] += count
-            if diverged(self.settings, reply):
-                self._state.dropped_last.append(reply.client)
-            else:
-                self._state.reports.update(reply.client, reply.report)
+            self._state.dropped_last += [reply.client] if diverged(self.settings, reply) else []
+            self._state.reports.update(reply.client, reply.report)
         self._state.personalized = group.stop
 
     # ---- saving ------------------------------------------------------------------------------------------------------
@@ -237,12 +235,7 @@ class Federation:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
 
     def read(self, folder: Path | str) -> None:
-        """Take over what the newest good checkpoint of a run's folder holds, to look at it; the folder stays as it is.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            ForeignCheckpoint, DamagedCheckpoint: it is not of such a run, or not as it was written.
-        """
+        """Take over what the newest good checkpoint of a run's folder holds, to look at it; the folder stays as it is."""
         found = Checkpoints(Path(folder) / "checkpoints", self.identity).newest()
         if found is None:
             raise FileNotFoundError(f"{folder} has no checkpoint")
