@@ -235,7 +235,7 @@ class Federation:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
 
     def read(self, folder: Path | str) -> None:
-        """Take over what the newest good checkpoint of a run's folder holds, to look at it; the folder stays as it is."""
+        """Take over what the newest good checkpoint of a run's folder holds, to look at it; nothing there changes."""
         found = Checkpoints(Path(folder) / "checkpoints", self.identity).newest()
         if found is None:
             raise FileNotFoundError(f"{folder} has no checkpoint")
