@@ -402,12 +402,10 @@ def markdown(every: Sequence[report.Row]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``pfl-ext bench federation`` with these arguments; returns the exit status."""
-    from .harness import results_folder
-
     parser = _parser()
     arguments = parser.parse_args(argv)
     suffix = "memory" if arguments.memory else ""
-    path = results_folder(arguments.output) / (
+    path = report.results_folder(arguments.output) / (
         ".".join(filter(None, (NAME, suffix, "quick" if arguments.quick else ""))) + ".csv"
     )
     make = many_clients.markdown if arguments.memory else markdown

@@ -14,7 +14,7 @@ from . import averaging, distillation, federation, machine, proximal, report, sh
 from .case import Family, Grid, Skipped, WrongResult
 from .measure import MIN_ROUNDS, ReadBandwidth, Result, race
 
-__all__ = ["FAMILIES", "main", "results_folder"]
+__all__ = ["FAMILIES", "main"]
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY for module in (averaging, spectral, sharpness, distillation, proximal)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown family {arguments.family!r}; accepted: {names}")
     family = FAMILIES[arguments.family]
 
-    path = results_folder(arguments.output) / f"{family.name}{'.quick' if arguments.quick else ''}.csv"
+    path = report.results_folder(arguments.output) / f"{family.name}{'.quick' if arguments.quick else ''}.csv"
     try:
         if arguments.table or arguments.plot or arguments.readme:
             _report(family, path, arguments.table, arguments.plot, arguments.readme)
@@ -163,14 +163,6 @@ def _grid(parser: argparse.ArgumentParser, family: Family, arguments: argparse.N
         all_threads=cores,
         quick=arguments.quick,
     )
-
-
-def results_folder(chosen: Path | None) -> Path:
-    """Where CSV files go: the chosen folder, else the source tree's, else one beside the caller."""
-    if chosen is not None:
-        return chosen
-    results = Path("benchmarks", "results")
-    return results if results.is_dir() else Path("pfl_ext_benchmarks")
 
 
 # ---- what it does --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ __all__ = [
     "ratio_text",
     "read_csv",
     "replace_between_markers",
+    "results_folder",
     "rows_of",
     "write_atomically",
     "write_csv",
@@ -255,3 +256,11 @@ def _op_table(cases: Sequence[Sequence[Row]]) -> str:
         numbers = [ratios.get(name, "-") for name in others]
         lines.append([*where, time, f"{ours.share_of_bandwidth:.0%}", *numbers, _memory(case)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def results_folder(chosen: Path | None) -> Path:
+    """Where CSV files go: the chosen folder, else the source tree's, else one beside the caller."""
+    if chosen is not None:
+        return chosen
+    results = Path("benchmarks", "results")
+    return results if results.is_dir() else Path("pfl_ext_benchmarks")

@@ -88,12 +88,13 @@ def run_in(
         with _set_aside(folder) if overwrite else contextlib.nullcontext():
             # A run that was killed early may have left less than a results folder.
             begun = resume and (folder / "metrics.jsonl").exists()
+            before = {path.name for path in folder.iterdir()}
             results = ResultsFolder.open(folder) if begun else ResultsFolder.create(folder)
             try:
                 federation = experiment.make(dataset, partition, folder=folder, resume=resume)
             except BaseException:
                 if not begun:  # a run that cannot begin leaves nothing
-                    _remove_new(folder)
+                    _remove_new(folder, before)
                 raise
         results.write_json("config.json", experiment.sections())
         results.write_json("versions.json", versions())
@@ -134,10 +135,11 @@ def _set_aside(folder: Path) -> Iterator[None]:
     shutil.rmtree(aside)
 
 
-def _remove_new(folder: Path) -> None:
+def _remove_new(folder: Path, before: set[str]) -> None:
     """Remove what a run without a round has made, and the folder if nothing else is in it."""
     for name in _LEFT:
-        _remove(folder / name)
+        if name not in before:
+            _remove(folder / name)
     if [path.name for path in folder.iterdir()] == [LOCK]:
         shutil.rmtree(folder)
 

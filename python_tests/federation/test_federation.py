@@ -405,7 +405,7 @@ def test_the_parameters_of_both_models_count_as_trained(
 ) -> None:
     size = 4 * 5 + 5 + 5 * 3 + 3
     for protocol in ("wait-free", "compute-and-wait", "until-arrival"):
-        settings = Settings(rounds=1, protocol=protocol, clock_compute=1e-6)
+        settings = Settings(rounds=1, protocol=protocol, clock_compute=0.01)
         (record,) = Federation(Ditto(**QUICK), network, dataset, partition, settings).run()
         assert record["training"]["trained_parameters"] == 2 * size, protocol
 
