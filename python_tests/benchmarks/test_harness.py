@@ -67,10 +67,10 @@ def test_a_quick_run_leaves_the_full_result_alone(tmp_path):
 
 def test_results_go_to_the_source_tree_only_when_run_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert harness.results_folder(None) == Path("pfl_ext_benchmarks")
+    assert report.results_folder(None) == Path("pfl_ext_benchmarks")
     Path("benchmarks/results").mkdir(parents=True)
-    assert harness.results_folder(None) == Path("benchmarks/results")
-    assert harness.results_folder(Path("there")) == Path("there")
+    assert report.results_folder(None) == Path("benchmarks/results")
+    assert report.results_folder(Path("there")) == Path("there")
 
 
 def test_a_report_without_a_csv_says_how_to_get_one(tmp_path, capsys):
