@@ -17,6 +17,7 @@ from .fedbuff import FedBuff
 from .feddf import FedDF
 from .feddyn import FedDyn
 from .fedgen import FedGen
+from .fednova import FedNova
 from .fedper import FedPer
 from .fedprox import FedProx
 from .fedrep import FedRep
@@ -32,6 +33,7 @@ from .pfedme import PFedMe
 from .plgu_ghn import PLGUGHN
 from .plgu_grep import PLGUGRep
 from .plgu_lf import PLGULF
+from .scaffold import SCAFFOLD
 from .scd import SCD
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "MTL",
     "PLGUGHN",
     "PLGULF",
+    "SCAFFOLD",
     "SCD",
     "Ditto",
     "FedAlt",
@@ -53,6 +56,7 @@ __all__ = [
     "FedDF",
     "FedDyn",
     "FedGen",
+    "FedNova",
     "FedPer",
     "FedProx",
     "FedRep",
