@@ -18,6 +18,7 @@ from .feddf import FedDF
 from .feddyn import FedDyn
 from .fedgen import FedGen
 from .fednova import FedNova
+from .fedopt import FedAdagrad, FedAdam, FedYogi
 from .fedper import FedPer
 from .fedprox import FedProx
 from .fedrep import FedRep
@@ -45,6 +46,8 @@ __all__ = [
     "SCAFFOLD",
     "SCD",
     "Ditto",
+    "FedAdagrad",
+    "FedAdam",
     "FedAlt",
     "FedAsync",
     "FedAvg",
@@ -63,6 +66,7 @@ __all__ = [
     "FedRoD",
     "FedSAM",
     "FedSim",
+    "FedYogi",
     "LGFedAvg",
     "PFedHN",
     "PFedMe",
