@@ -7,6 +7,7 @@ from pfl_ext.federation import Method
 
 from .apfl import APFL
 from .ditto import Ditto
+from .fedala import FedALA
 from .fedalt import FedAlt, FedSim
 from .fedasync import FedAsync
 from .fedavg import FedAvg, FedAvgFT, Standalone
@@ -46,6 +47,7 @@ __all__ = [
     "SCAFFOLD",
     "SCD",
     "Ditto",
+    "FedALA",
     "FedAdagrad",
     "FedAdam",
     "FedAlt",
