@@ -9,6 +9,7 @@ from .apfl import APFL
 from .ditto import Ditto
 from .fedala import FedALA
 from .fedalt import FedAlt, FedSim
+from .fedamp import FedAMP
 from .fedasync import FedAsync
 from .fedavg import FedAvg, FedAvgFT, Standalone
 from .fedavgm import FedAvgM
@@ -17,6 +18,7 @@ from .fedbn import FedBN
 from .fedbuff import FedBuff
 from .feddf import FedDF
 from .feddyn import FedDyn
+from .fedfomo import FedFomo
 from .fedgen import FedGen
 from .fednova import FedNova
 from .fedopt import FedAdagrad, FedAdam, FedYogi
@@ -48,6 +50,7 @@ __all__ = [
     "SCD",
     "Ditto",
     "FedALA",
+    "FedAMP",
     "FedAdagrad",
     "FedAdam",
     "FedAlt",
@@ -60,6 +63,7 @@ __all__ = [
     "FedBuff",
     "FedDF",
     "FedDyn",
+    "FedFomo",
     "FedGen",
     "FedNova",
     "FedPer",
