@@ -7,7 +7,9 @@ from pfl_ext.federation import Method
 
 from .apfl import APFL
 from .ditto import Ditto
+from .fedala import FedALA
 from .fedalt import FedAlt, FedSim
+from .fedamp import FedAMP
 from .fedasync import FedAsync
 from .fedavg import FedAvg, FedAvgFT, Standalone
 from .fedavgm import FedAvgM
@@ -16,7 +18,10 @@ from .fedbn import FedBN
 from .fedbuff import FedBuff
 from .feddf import FedDF
 from .feddyn import FedDyn
+from .fedfomo import FedFomo
 from .fedgen import FedGen
+from .fednova import FedNova
+from .fedopt import FedAdagrad, FedAdam, FedYogi
 from .fedper import FedPer
 from .fedprox import FedProx
 from .fedrep import FedRep
@@ -32,6 +37,7 @@ from .pfedme import PFedMe
 from .plgu_ghn import PLGUGHN
 from .plgu_grep import PLGUGRep
 from .plgu_lf import PLGULF
+from .scaffold import SCAFFOLD
 from .scd import SCD
 
 __all__ = [
@@ -40,8 +46,13 @@ __all__ = [
     "MTL",
     "PLGUGHN",
     "PLGULF",
+    "SCAFFOLD",
     "SCD",
     "Ditto",
+    "FedALA",
+    "FedAMP",
+    "FedAdagrad",
+    "FedAdam",
     "FedAlt",
     "FedAsync",
     "FedAvg",
@@ -52,13 +63,16 @@ __all__ = [
     "FedBuff",
     "FedDF",
     "FedDyn",
+    "FedFomo",
     "FedGen",
+    "FedNova",
     "FedPer",
     "FedProx",
     "FedRep",
     "FedRoD",
     "FedSAM",
     "FedSim",
+    "FedYogi",
     "LGFedAvg",
     "PFedHN",
     "PFedMe",

@@ -65,7 +65,7 @@ def check_run(
 
 def check_buffers(method: Method, server: Server) -> None:
     """Refuse buffers that are to stay somewhere, where the method sends parts of a model: it says nothing of them."""
-    whole = [vector for vector in server.values() if vector.numel() == server.model.size]
+    whole = [vector for vector in server.values() if vector.shape[-1] == server.model.size]  # or a row for each client
     if server and not whole and bool(server.model.stays.any()):
         raise ValueError(
             f"{method.name} does not send whole models, so that local_buffers and server_buffers do not hold for it; "

@@ -51,7 +51,7 @@ def sam(rho: float) -> Perturb | None:
 class Steps:
     r"""Takes steps of a client's working model v, and counts what it trains:
 
-    .. math:: v \leftarrow v - \eta\, (\nabla L(v) + \lambda (v - w))
+    .. math:: v \leftarrow v - \eta\, (\nabla L(v) + a + \lambda (v - w))
 
     :meth:`train` is the loop over batches. A method with a loop of its own calls :meth:`gradients` and :meth:`step`.
 
@@ -64,6 +64,12 @@ class Steps:
         lam: :math:`\lambda`.
         perturb: moves v before a second gradient of the same batch, which the step then takes; see :func:`sam`.
         clip: the largest norm of a step's gradient of L, which is shortened to it; 0: any.
+        add: a, a tensor for each parameter, such as a control variate; None: nothing. It is added after clipping and
+            after the noise of differential privacy.
+
+    Attributes:
+        params: what is trained.
+        taken: how many steps were taken.
     """
 
     def __init__(
@@ -78,10 +84,15 @@ class Steps:
         lam: float = 0.0,
         perturb: Perturb | None = None,
         clip: float = 0.0,
+        add: Sequence[Tensor] | None = None,
     ) -> None:
         """See the class."""
         self.client, self.method = client, method
         self.params: list[Tensor] = list(client.model.trained if params is None else params)
+        self._add = None if add is None else list(add)
+        if self._add is not None and [x.shape for x in self._add] != [p.shape for p in self.params]:
+            given, accepted = ([list(x.shape) for x in some] for some in (self._add, self.params))
+            raise ValueError(f"add has the shapes {given}; the parameters have {accepted}")
         if anchor is None or lam == 0:
             anchor, lam = [], 0.0
         self._anchors = client.model.tensors(anchor) if isinstance(anchor, Tensor) else anchor
@@ -93,7 +104,7 @@ class Steps:
         }
         self._perturb, self._clip = perturb, clip
         self._backup: Tensor | None = None
-        self._taken = 0
+        self.taken = 0
 
     def gradients(self, batch: Batch, loss: Loss = _labels) -> tuple[Tensor, list[Tensor]]:
         """The loss of a batch, without a graph, and its gradients in the parameters."""
@@ -102,12 +113,15 @@ class Steps:
 
     def step(self, gradients: list[Tensor]) -> None:
         """A step along these gradients."""
-        if self._taken == 0:
+        if self.taken == 0:
             self.client.trains(self.params)
+        if self._add is not None:
+            # Not in place: two parameters that are added up may have one gradient between them.
+            gradients = list(torch._foreach_add(gradients, self._add))
         momentum_step_(
             self.params, gradients, self._anchors, self._momentum, momentum=self.method.momentum, **self._options
         )
-        self._taken += 1
+        self.taken += 1
 
     def take(self, batch: Batch, loss: Loss = _labels) -> Tensor:
         """A whole step on a batch; returns the loss where it began."""

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
 from by_hand import LR, Turn, gradient
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import FedAvg
-from pfl_ext.federation import Batch, Client, Steps, sam
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import (
+    Batch,
+    Client,
+    ClientRuntime,
+    ClientStore,
+    Plan,
+    Settings,
+    Steps,
+    Task,
+    WorkingModel,
+    sam,
+)
+from pfl_ext.federation.client import Rows
 
 RHO, LAM, CLIP = 0.3, 0.7, 0.05
 
@@ -144,6 +158,66 @@ def test_the_step_size_can_be_another_than_the_methods(turn: Turn) -> None:
     client, method, v, (batch, _) = _begin(turn)
     expected = v - 0.03 * gradient(client, v, batch)
     torch.testing.assert_close(_taken(client, v, [batch], Steps(client, method, lr=0.03)), expected, rtol=0, atol=1e-14)
+
+
+# ---- what is added to the gradients ----------------------------------------------------------------------------------
+
+
+def test_what_is_added_is_neither_clipped_nor_perturbed_with(turn: Turn) -> None:
+    momentum = 0.5
+    client, method, v, batches = _begin(turn, momentum=momentum)
+    added, expected, moved = torch.linspace(-0.5, 0.4, len(v), dtype=v.dtype), v, torch.zeros_like(v)
+    for batch in batches:
+        g = gradient(client, expected, batch)
+        moved = momentum * moved + _clipped(gradient(client, expected + RHO * g / g.norm(), batch)) + added
+        expected = expected - LR * moved
+    steps = Steps(client, method, perturb=sam(RHO), clip=CLIP, add=client.model.tensors(added))
+    torch.testing.assert_close(_taken(client, v, batches, steps), expected, rtol=0, atol=1e-14)
+    assert steps.taken == 2
+
+
+def test_what_is_added_has_no_noise(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
+    """With and without it the same noisy gradients: the first steps differ by what is added alone."""
+    settings = Settings(seed=7, dp_clip=1.0, dp_noise=1.0)
+    method = FedAvg(lr=LR, batch_size=4, local_steps=1)
+    found = []
+    for scale in (0.0, 1.0):
+        rows = {0: Rows(partition.train[0], partition.validation[0], partition.test[0])}
+        plan = Plan(method, copy.deepcopy(network), dataset, rows, settings)
+        runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
+        runtime.server = {"model": runtime.model.state()}
+        client, received = runtime.begin(Task(0, 1, "train"))
+        client.model.load(received["model"])
+        added = scale * torch.linspace(-5, 4, client.model.size, dtype=torch.float64)
+        Steps(client, method, add=client.model.tensors(added)).train()
+        found.append(client.model.state())
+    torch.testing.assert_close(found[0] - found[1], LR * added, rtol=0, atol=1e-14)
+    assert (found[0] - received["model"]).abs().max() > 0.01
+
+
+def test_parameters_that_share_a_gradient_have_it_once_each(turn: Turn) -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, :3] * 0 + (self.a + self.b)
+
+    _, client = turn(FedAvg())
+    model = WorkingModel(Sum().double())
+    client.model = model
+    steps = Steps(client, FedAvg(lr=1.0), add=[torch.full((3,), 1.0).double(), torch.full((3,), 10.0).double()])
+    shared = torch.full((3,), 0.5, dtype=torch.float64)
+    steps.step([shared, shared])
+    assert model.state().tolist() == [-1.5] * 3 + [-10.5] * 3 and shared.tolist() == [0.5] * 3
+
+
+def test_what_does_not_fit_the_parameters_is_refused(turn: Turn) -> None:
+    _, client = turn(FedAvg())
+    for wrong in ([torch.zeros(4, 5)], [torch.zeros(1) for _ in client.model.trained]):
+        with pytest.raises(ValueError, match=r"add has the shapes .*; the parameters have \[\[5, 4\], \[5\]"):
+            Steps(client, FedAvg(), add=wrong)
 
 
 # ---- what is trained -------------------------------------------------------------------------------------------------
