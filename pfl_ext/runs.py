@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def run_in(
         quiet: show no progress.
         board: write TensorBoard files too.
     """
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock(folder))
         with _set_aside(folder) if overwrite else contextlib.nullcontext():
@@ -94,7 +95,7 @@ def run_in(
                 federation = experiment.make(dataset, partition, folder=folder, resume=resume)
             except BaseException:
                 if not begun:  # a run that cannot begin leaves nothing
-                    _remove_new(folder, before)
+                    _remove_new(folder, before, absent)
                 raise
         results.write_json("config.json", experiment.sections())
         results.write_json("versions.json", versions())
@@ -135,13 +136,16 @@ def _set_aside(folder: Path) -> Iterator[None]:
     shutil.rmtree(aside)
 
 
-def _remove_new(folder: Path, before: set[str]) -> None:
-    """Remove what a run without a round has made, and the folder if nothing else is in it."""
+def _remove_new(folder: Path, before: set[str], absent: Sequence[Path]) -> None:
+    """Remove what a run without a round has made, and those folders if nothing else is in them."""
     for name in _LEFT:
         if name not in before:
             _remove(folder / name)
-    if [path.name for path in folder.iterdir()] == [LOCK]:
-        shutil.rmtree(folder)
+    if absent and [path.name for path in folder.iterdir()] == [LOCK]:
+        _remove(folder / LOCK)
+    for path in absent:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _remove(path: Path) -> None:
