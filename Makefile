@@ -34,7 +34,7 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
 # As many test processes as there are cores, each with one thread; the tests of threads ask for theirs.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-test abi sanitized: export OMP_NUM_THREADS := 1
+test abi sanitized sanitized-cpu: export OMP_NUM_THREADS := 1
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
@@ -44,7 +44,7 @@ PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint abi sanitized cuda-check bench readme clean FORCE
+.PHONY: help test demo build lint abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files cuda-check bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -118,6 +118,52 @@ abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library un
 sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \
 	  $(BIN)/pytest -n $(WORKERS) python_tests/emulator python_tests/common python_tests/cuda
+
+# The CPU library in folders of their own, with the package beside it, as PYTHONPATH takes it. At -O1: a report names the
+# line, and the tests take minutes. What is not the library's (torch, Python) is not instrumented.
+SANITIZE_cpu := -fsanitize=address,undefined,float-cast-overflow -fno-sanitize=vptr \
+  -fno-sanitize-recover=undefined,float-cast-overflow
+SANITIZE_thread := -fsanitize=thread -pthread -include $(CURDIR)/.ci/thread_sanitizer.h
+SANITIZED = build/sanitized-$*
+
+build/sanitized-%/built: $(VENV)/tools $(PACKAGE) .ci/thread_sanitizer.h
+	@rm -rf $(SANITIZED)/lib && mkdir -p $(SANITIZED)
+	PFL_EXT_CUDA=0 PFL_EXT_CXX_FLAGS="-O1 -g1 -fno-omit-frame-pointer $(SANITIZE_$*)" \
+	  $(BIN)/python setup.py -q build --build-temp $(SANITIZED)/objects --build-lib $(SANITIZED)/lib \
+	  > $(SANITIZED)/log 2>&1 || { tail -n 60 $(SANITIZED)/log; exit 1; }
+	@touch $@
+
+# That it is this library which is loaded, and not the installed one: from a folder without a pfl_ext in it.
+IS_SANITIZED := from pfl_ext import _native; assert _native.status()["cpu"].loaded; \
+  assert "-fsanitize=" in _native.build_info()["cxx_flags"], "the installed library was loaded"
+
+# Left out: what compiles (minutes in the compiler, none of them in the kernels).
+sanitized-cpu: build/sanitized-cpu/built ## the op tests with the CPU library under AddressSanitizer and UndefinedBehaviorSanitizer
+	export $$($(BIN)/python python_tests/emulator/build.py --print-environment) PYTHONPATH=$(CURDIR)/build/sanitized-cpu/lib; \
+	  (cd build/sanitized-cpu && $(abspath $(BIN))/python -c '$(IS_SANITIZED)') && \
+	  $(BIN)/pytest -q -n $(WORKERS) -k "not compile and not gradcheck" python_tests/ops
+
+# Not in CI: half of it is in torch and Python, slowed down. A report is an exit status of 66. setarch: ThreadSanitizer does not start where addresses are drawn from too wide a range.
+thread-sanitized: build/sanitized-thread/built ## the op tests that use threads, under ThreadSanitizer
+	export LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libtsan.so) TSAN_OPTIONS="exitcode=66 report_signal_unsafe=0" \
+	  OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/sanitized-thread/lib; \
+	  (cd build/sanitized-thread && setarch -R $(abspath $(BIN))/python -c '$(IS_SANITIZED)') && \
+	  setarch -R $(BIN)/pytest -q -p no:xdist -k "(thread or large or long or instruction) and not given_back" python_tests/ops
+
+# ISA=baseline, avx2 or avx512 for the kernels of that instruction set, plain for torch's own; all of them by default.
+ISA ?= $(shell $(BIN)/python -I -c "from pfl_ext import _native; print(*_native.available_isas(), 'plain')" 2> /dev/null)
+CASES ?= 100000
+FILES ?= 5000
+SEED ?= 0
+
+fuzz: build ## every op against its definition in float64: CASES=100000 on each of ISA=..., SEED=0
+	@mkdir -p build/fuzz
+	for isa in $(ISA); do echo "== $$isa"; $(BIN)/python python_tests/fuzz/fuzz_ops.py --cases $(CASES) --seed $(SEED) \
+	  --isa $$isa --findings build/fuzz/ops-$$isa.json || exit 1; done
+
+fuzz-files: build ## FILES=5000 tampered checkpoints, partitions, archives and configurations, SEED=0
+	@mkdir -p build/fuzz
+	$(BIN)/python python_tests/fuzz/fuzz_files.py --cases $(FILES) --seed $(SEED) --findings build/fuzz/files.json
 
 cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
 	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log

@@ -6,6 +6,8 @@ What is set here by environment variables:
 PFL_EXT_CUDA             ``auto`` (default) builds the CUDA library where it can and says why where it cannot;
                          ``1`` fails where it cannot; ``0`` never builds it
 PFL_EXT_NATIVE           ``0`` installs without any native library: everything runs on the plain-torch default
+PFL_EXT_CXX_FLAGS        more flags for the C++ compiler of ``_C``, after ours and at the link too: a sanitizer's, say
+PFL_EXT_NVCC_FLAGS       more flags for nvcc
 TORCH_CUDA_ARCH_LIST     CUDA architectures, as for every torch extension; default ``DEFAULT_CUDA_ARCHS`` below
 MAX_JOBS                 compilers at once; default: as many as cores and memory allow
 CXX, CUDA_HOME           the C++ compiler; the CUDA toolkit
@@ -260,8 +262,9 @@ class BuildNative(build_ext):
             )
 
         file = NinjaFile()
-        file.rule("cxx", [cxx, *CXX_FLAGS], "-MMD -MF $out.d $flags -c $in -o $out")
-        file.rule("link", [cxx, "-shared", *LINK_FLAGS], "$in -o $out $flags", depfile=False)
+        extra_cxx = shlex.split(os.environ.get("PFL_EXT_CXX_FLAGS", ""))
+        file.rule("cxx", [cxx, *CXX_FLAGS, *extra_cxx], "-MMD -MF $out.d $flags -c $in -o $out")
+        file.rule("link", [cxx, "-shared", *LINK_FLAGS, *extra_cxx], "$in -o $out $flags", depfile=False)
         stable = [*STABLE_ABI_FLAGS, "-isystem", str(torch_root / "include")]
         libtorch = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
 
@@ -284,7 +287,7 @@ class BuildNative(build_ext):
             "torch_target": "2.10",
             **build_record(),
             "cxx": output_of(cxx, "--version").splitlines()[0],
-            "cxx_flags": shlex.join(CXX_FLAGS).replace(str(CSRC), "csrc"),
+            "cxx_flags": shlex.join([*CXX_FLAGS, *extra_cxx]).replace(str(CSRC), "csrc"),
             "isa_flags": {isa: shlex.join(flags) for isa, flags in ISA_FLAGS.items()},
             "cuda": None,
             "cuda_reason": "",

@@ -196,7 +196,7 @@ class Partition:
             )
             if partition.fingerprint != metadata["fingerprint"]:
                 raise ValueError("its content does not match the fingerprint stored with it")
-        except (SafetensorError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+        except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
             raise ValueError(f"{path} is not a partition, or damaged: {error}") from error
         return partition
 

@@ -1,0 +1,38 @@
+"""Fuzz every op: ``python fuzz_ops.py --cases 100000 --isa avx2``. The corpus is run first, always."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import op_cases
+from children import read_corpus, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--isa", default="", help="baseline, avx2, avx512, or plain: without the library (default: the machine's best)"
+    )
+    parser.add_argument("--family", default="", help="only this family of cases")
+    parser.add_argument("--findings", type=Path, help="write what was found to this file, in the form of the corpus")
+    given = parser.parse_args()
+    drawn = (op_cases.draw(given.seed, number) for number in range(given.cases))
+    cases = itertools.chain(read_corpus("ops"), drawn)
+    if given.family:
+        cases = (case for case in cases if case["family"] == given.family)
+    environment = {"": {}, "plain": {"PFL_EXT_NATIVE": "0"}}.get(given.isa, {"PFL_EXT_ISA": given.isa})
+    report = run("op_cases", cases, environment)
+    print(report)
+    if given.findings is not None:
+        given.findings.write_text(json.dumps(report.findings, indent=1) + "\n", encoding="utf-8")
+    return 1 if report.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

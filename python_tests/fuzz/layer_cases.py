@@ -1,0 +1,196 @@
+"""Cases of the ops that stand for layers of a network."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from call import Call, compare, covers, leaf
+from guarded_tensors import FLOATS, Memory, draw_tensor
+from torch import Tensor
+from torch.nn import functional as F
+
+from pfl_ext import ops
+from pfl_ext.ops._arguments import accumulate_type
+from pfl_ext.ops._declare import OPS
+
+_VALUES = ("normal", "normal", "normal", "small", "zeros", "equal")
+
+
+def _draw(choice: random.Random, shape: list[int], dtype: str, raw: bool) -> dict[str, Any]:
+    layout = choice.choice(["contiguous", "offset"]) if raw and choice.random() < 0.9 else None
+    return draw_tensor(choice, shape, dtype, choice.choice(_VALUES), layout)
+
+
+def _draw_linear(choice: random.Random) -> dict[str, Any]:
+    raw = choice.random() < 0.7
+    rows = choice.choice([0, 1, 2, 3, 7, 10, 13])
+    inputs, outputs = choice.choice([0, 1, 5, 17, 33, 84, 130]), choice.choice([0, 1, 3, 10, 16, 37])
+    if not raw or choice.random() < 0.1:
+        inputs, outputs = choice.choice([(256, 257), (128, 512), (521, 131), (1024, 120)])
+    dtype = choice.choice(FLOATS if not raw else FLOATS[:2])
+    return {
+        "op": choice.choice(["forward", "backward"]) if raw else "public",
+        **{name: _draw(choice, shape, dtype, raw) for name, shape in (
+            ("x", [rows, inputs]), ("weight", [outputs, inputs]), ("bias", [outputs]), ("grad", [rows, outputs]),
+            ("y", [rows, outputs]),
+        )},
+        "for_x": choice.random() < 0.7,
+    }  # fmt: skip
+
+
+def _contiguous(*tensors: Tensor) -> bool:
+    return all(t.is_contiguous() for t in tensors)
+
+
+@covers("raw.linear_relu_forward", "raw.linear_relu_backward", "ops.linear_relu", draw=_draw_linear)
+def linear_relu(case: dict[str, Any], memory: Memory) -> Call:
+    x, weight, bias, grad, y = (memory.make(case[name]) for name in ("x", "weight", "bias", "grad", "y"))
+    a, w, b, g, mask = (memory.before(t).double() for t in (x, weight, bias, grad, y))
+    # torch's own product of half matrices rounds sums as it likes.
+    accumulate = accumulate_type(x.dtype) if x.dtype in (torch.float32, torch.float64) else x.dtype
+
+    def forward(got: Tensor) -> str | None:
+        size = a.abs() @ w.abs().T + b.abs()
+        return compare("y", got, F.relu(a @ w.T + b), size, a.shape[1] + 8, accumulate)
+
+    def backward(got: Any, cut: Tensor, needs_x: bool) -> str | None:
+        to_x, to_weight, to_bias = got
+        if wrong := compare("to weight", to_weight, cut.T @ a, cut.abs().T @ a.abs(), len(a) + 8, accumulate):
+            return wrong
+        if wrong := compare("to bias", to_bias, cut.sum(0), cut.abs().sum(0), len(a) + 8, accumulate):
+            return wrong
+        return compare("to x", to_x, cut @ w, cut.abs() @ w.abs(), len(w) + 8, accumulate) if needs_x else None
+
+    if case["op"] == "forward":
+        return Call(
+            torch.ops.pfl_ext.linear_relu_forward,
+            [x, weight, bias],
+            check=forward,
+            may_refuse=not _contiguous(x, weight, bias),
+        )
+    if case["op"] == "backward":
+        for_x = case["for_x"]
+        return Call(
+            torch.ops.pfl_ext.linear_relu_backward,
+            [grad, y, x, weight, for_x],
+            check=lambda got: backward(got, torch.where(mask <= 0, 0, g), for_x),
+            may_refuse=not _contiguous(grad, y, x, weight),
+        )
+
+    def with_gradients(x: Any, weight: Any, bias: Any) -> Any:
+        leaves = [leaf(t) for t in (x, weight, bias)]
+        result = ops.linear_relu(*leaves)
+        return result, torch.autograd.grad(result, leaves, grad)
+
+    def check(got: Any) -> str | None:
+        # Masked by what the op itself gave: beside zero either side is right.
+        return forward(got[0]) or backward(got[1], torch.where(got[0].double() <= 0, 0, g), True)
+
+    return Call(with_gradients, [x, weight, bias], check=check, again=x.dtype in (torch.float32, torch.float64))
+
+
+def _draw_convolution(choice: random.Random) -> dict[str, Any]:
+    raw = choice.random() < 0.7
+    samples, channels, outputs = (
+        choice.choice([0, 1, 2, 5]),
+        choice.choice([1, 2, 3, 6, 17]),
+        choice.choice([1, 3, 6, 16, 19]),
+    )
+    height, width = choice.choice([1, 2, 5, 6, 9, 14]), choice.choice([1, 2, 4, 7, 12, 16])
+    tall, wide = choice.choice([1, 2, 3, 5]), choice.choice([1, 2, 3, 5])
+    if not raw:  # torch's layers refuse images without a cell
+        height, width = max(height, tall + 1), max(width, wide + 1)
+    dtype = choice.choice(FLOATS[:2])
+    cells = [samples, max(0, height - tall + 1) // 2, max(0, width - wide + 1) // 2, outputs]
+    case = {
+        "op": choice.choice(["forward", "backward"]) if raw else "public",
+        "x": _draw(
+            choice, [samples, height, width, channels] if raw else [samples, channels, height, width], dtype, raw
+        ),
+        "weight": _draw(
+            choice, [outputs, tall, wide, channels] if raw else [outputs, channels, tall, wide], dtype, raw
+        ),
+        "bias": _draw(choice, [outputs], dtype, raw),
+        "grad": _draw(choice, cells, dtype, raw),
+        "which": {
+            "shape": cells,
+            "dtype": "uint8",
+            "layout": "contiguous",
+            "values": "",
+            "seed": choice.randrange(2**31),
+            "range": [0, 256] if choice.random() < 0.05 else [0, 5],
+        },
+        "for_x": choice.random() < 0.7,
+    }
+    return case
+
+
+@covers("raw.conv_pool_relu_forward", "raw.conv_pool_relu_backward", "ops.conv_pool_relu", draw=_draw_convolution)
+def conv_pool_relu(case: dict[str, Any], memory: Memory) -> Call:
+    x, weight, bias, grad, which = (memory.make(case[name]) for name in ("x", "weight", "bias", "grad", "which"))
+    a, w, b, g = (memory.before(t).double().contiguous() for t in (x, weight, bias, grad))
+    accumulate, public = x.dtype, case["op"] == "public"
+    if not public:
+        a, w = a.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2)
+    fits = a.shape[2] >= w.shape[2] and a.shape[3] >= w.shape[3]
+    terms = w.shape[1] * w.shape[2] * w.shape[3] + 8
+
+    def cells(z: Tensor) -> Tensor:
+        """[samples, outputs, rows, columns, 4]"""
+        rows, columns = z.shape[2] // 2, z.shape[3] // 2
+        z = z[:, :, : 2 * rows, : 2 * columns].reshape(*z.shape[:2], rows, 2, columns, 2)
+        return z.permute(0, 1, 2, 4, 3, 5).reshape(*z.shape[:3], columns, 4)
+
+    def forward(got: Tensor, places: Tensor | None) -> str | None:
+        each, size = cells(F.conv2d(a, w, b)), cells(F.conv2d(a.abs(), w.abs(), b.abs()))
+        large = size.amax(-1) if size.numel() else size.sum(-1)
+        truth = F.relu(each.amax(-1)) if each.numel() else each.sum(-1)
+        if wrong := compare("y", got, truth, large, terms, accumulate):
+            return wrong
+        if places is None or not places.numel():
+            return None
+        if int(places.max()) > 4:
+            return f"which holds {int(places.max())}"
+        bound = 2 * terms * torch.finfo(accumulate).eps * large + 1e-300
+        chosen = torch.where(places == 4, 0.0, each.gather(-1, places.long().clamp(max=3).unsqueeze(-1)).squeeze(-1))
+        if bool(((chosen - truth).abs() > bound).any()):
+            return "which names a place that is not the largest"
+        return None
+
+    needs_layout = not public and not _contiguous(x, weight, bias, grad)
+    if case["op"] == "forward":
+        return Call(
+            torch.ops.pfl_ext.conv_pool_relu_forward,
+            [x, weight, bias],
+            check=lambda got: forward(got[0].permute(0, 3, 1, 2), got[1].permute(0, 3, 1, 2)),
+            may_refuse=needs_layout or not fits,
+        )
+    if public:
+        return Call(
+            ops.conv_pool_relu, [x, weight, bias], check=lambda got: forward(got, None), may_refuse=min(a.shape) == 0
+        )
+
+    def backward(got: Any) -> str | None:
+        reference = OPS["conv_pool_relu_backward"].reference
+        double = [memory.before(t).double().contiguous() for t in (grad, x, weight)]
+        places = memory.before(which)
+        truth = reference(double[0], places, double[1], double[2], True)
+        sizes = reference(double[0].abs(), places, double[1].abs(), double[2].abs(), True)
+        count = g.numel() // max(g.shape[3], 1) + terms + len(w)
+        for name, mine, right, size in zip(("x", "weight", "bias"), got, truth, sizes, strict=True):
+            if name == "x" and not case["for_x"]:
+                continue
+            if wrong := compare(f"to {name}", mine, right, size, count, accumulate):
+                return wrong
+        return None
+
+    wild = case["which"]["range"][1] > 5
+    empty = 0 in (*x.shape, *weight.shape, *grad.shape)
+    return Call(
+        torch.ops.pfl_ext.conv_pool_relu_backward,
+        [grad, which, x, weight, case["for_x"]],
+        check=(lambda got: None) if empty or wild else backward,
+        may_refuse=needs_layout or not fits or wild,
+    )
