@@ -273,9 +273,12 @@ def lock(folder: Path) -> Iterator[None]:
                 f"a run is writing to {folder} (process {file.read().strip() or 'unknown'}): wait for it, or name "
                 "another folder"
             ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        except OSError as error:
+            raise _cannot_write(folder / LOCK, error) from error
         yield
     # The file stays: removed, it could be locked twice by processes that had opened it before and after.
 
