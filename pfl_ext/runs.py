@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,23 @@ def run_in(
         if opened is not None:
             stack.push(_at_end(opened.close))
         stack.push(_at_end(results.write_csv))
+        stack.enter_context(_told_of_lost_workers())
         for record in recorded(federation, results):
             progress.update(min(record["round"], rounds), **_shown(record))
             if opened is not None:
                 opened.append(record)
     return results.records()[-1]
+
+
+@contextlib.contextmanager
+def _told_of_lost_workers() -> Iterator[None]:
+    """A process that somebody else has ended is a fault of the system, such as a full disk: an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, BrokenExecutor):
+            raise ChildProcessError(f"{error}. What was saved is there: --resume goes on from it") from error
+        raise
 
 
 def _at_end(write: Callable[[], None]) -> Callable[..., None]:

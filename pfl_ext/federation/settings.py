@@ -96,8 +96,9 @@ class Compute(Options):
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         super().__post_init__()
-        for name in ("threads", "checkpoint_every"):
-            self.check(name, getattr(self, name) >= 1, "of 1 or more")
+        # OpenMP ends the process where it cannot have the memory for so many.
+        self.check("threads", 1 <= self.threads <= 1024, "from 1 to 1024")
+        self.check("checkpoint_every", self.checkpoint_every >= 1, "of 1 or more")
 
 
 @dataclass(frozen=True)
