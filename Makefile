@@ -34,7 +34,7 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
 # As many test processes as there are cores, each with one thread; the tests of threads ask for theirs.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-test abi sanitized: export OMP_NUM_THREADS := 1
+test abi sanitized soak: export OMP_NUM_THREADS := 1
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
@@ -44,7 +44,7 @@ PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint abi sanitized cuda-check bench readme clean FORCE
+.PHONY: help test demo build lint abi sanitized soak cuda-check bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -118,6 +118,11 @@ abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library un
 sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \
 	  $(BIN)/pytest -n $(WORKERS) python_tests/emulator python_tests/common python_tests/cuda
+
+KILLS ?= 300
+
+soak: build ## hundreds of runs killed, stopped, without disk, two in a folder, each resumed to the same bits
+	$(BIN)/python python_tests/reliability/soak.py --kills $(KILLS)
 
 cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
 	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log
