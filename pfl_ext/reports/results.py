@@ -26,10 +26,11 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ __all__ = ["LOCK", "ResultsError", "ResultsFolder", "Runs", "lock", "versions"]
 
 LOCK = ".lock"
 """The file of a results folder that the process which writes there has locked."""
+_PATIENCE = 2.0  # seconds
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -255,6 +257,15 @@ class ResultsFolder:
         self._write(name, text.getvalue())
 
 
+def _locked(file: IO[str]) -> bool:
+    """Lock a file, unless another process has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Hold a results folder for this process alone; the lock ends with the process, however that ends.
@@ -264,14 +275,17 @@ def lock(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        # A process that is killed while it starts another leaves its locks with that one for a moment.
+        until = time.monotonic() + _PATIENCE
+        while not _locked(file):
+            if time.monotonic() < until:
+                time.sleep(0.02)
+                continue
             file.seek(0)
             raise ResultsError(
                 f"a run is writing to {folder} (process {file.read().strip() or 'unknown'}): wait for it, or name "
                 "another folder"
-            ) from None
+            )
         try:
             file.truncate(0)
             file.write(f"{os.getpid()}\n")

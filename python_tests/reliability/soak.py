@@ -37,8 +37,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         whole = {name: kills.whole(case, folder / name) for name, case in kills.MORE_CASES.items()}
-        runs = itertools.cycle(itertools.product(kills.MORE_CASES, (1, 2), ("memory", "mapped")))
-        for number, (method, workers, store) in enumerate(runs):
+        runs = list(itertools.product(kills.MORE_CASES, (1, 2), ("memory", "mapped")))
+        moments.shuffle(runs)
+        for number, (method, workers, store) in enumerate(itertools.cycle(runs)):
             left = arguments.kills - counts["kills"]
             if left <= 0:
                 break
