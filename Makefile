@@ -34,17 +34,17 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
 # As many test processes as there are cores, each with one thread; the tests of threads ask for theirs.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-test abi sanitized sanitized-cpu: export OMP_NUM_THREADS := 1
+test abi sanitized sanitized-cpu soak: export OMP_NUM_THREADS := 1
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) safetensors scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
+DEV_TOOLS := $(TEST_TOOLS) safetensors opacus scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
 
 PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files cuda-check bench readme clean FORCE
+.PHONY: help test demo build lint abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -164,6 +164,11 @@ fuzz: build ## every op against its definition in float64: CASES=100000 on each 
 fuzz-files: build ## FILES=5000 tampered checkpoints, partitions, archives and configurations, SEED=0
 	@mkdir -p build/fuzz
 	$(BIN)/python python_tests/fuzz/fuzz_files.py --cases $(FILES) --seed $(SEED) --findings build/fuzz/files.json
+
+KILLS ?= 300
+
+soak: build ## hundreds of runs killed, stopped, without disk, two in a folder, each resumed to the same bits
+	$(BIN)/python python_tests/reliability/soak.py --kills $(KILLS)
 
 cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
 	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log

@@ -48,6 +48,10 @@ class Library:
         self.handle: ctypes.CDLL | None = None
 
 
+class _BadEnvironment(SystemExit, ValueError):
+    """A variable that cannot be met: a program ends with this one line, and who imports in a ``try`` can catch it."""
+
+
 _cpu = Library("_C")
 _cuda = Library("_C_cuda")
 
@@ -145,7 +149,10 @@ def load() -> None:
         _warn_default_on("all devices", _cpu)
         return
     if wanted := os.environ.get("PFL_EXT_ISA"):
-        set_isa(wanted)
+        try:
+            set_isa(wanted)
+        except ValueError as error:
+            raise _BadEnvironment(f"PFL_EXT_ISA: {error}") from None
 
     built = info.get("cuda")
     if built is None:

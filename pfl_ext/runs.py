@@ -7,7 +7,7 @@ import dataclasses
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +99,30 @@ def run_in(
                 raise
         results.write_json("config.json", experiment.sections())
         results.write_json("versions.json", versions())
-        partition.save(folder / "partition.safetensors")
+        with results.replacing("partition.safetensors") as path:
+            partition.save(path)
         rounds = experiment.settings.rounds
         progress = Progress(rounds, label or experiment.method, start=federation.round, quiet=quiet)
         stack.enter_context(progress)
         opened = tensorboard(results) if board else None
         if opened is not None:
-            stack.callback(opened.close)
-        stack.callback(results.write_csv)
+            stack.push(_at_end(opened.close))
+        stack.push(_at_end(results.write_csv))
         for record in recorded(federation, results):
             progress.update(min(record["round"], rounds), **_shown(record))
             if opened is not None:
                 opened.append(record)
     return results.records()[-1]
+
+
+def _at_end(write: Callable[[], None]) -> Callable[..., None]:
+    """The exit of a block that writes something; after an error it may fail unheard, for that would hide the first."""
+
+    def end(_: object, error: BaseException | None, __: object) -> None:
+        with contextlib.nullcontext() if error is None else contextlib.suppress(OSError):
+            write()
+
+    return end
 
 
 @contextlib.contextmanager

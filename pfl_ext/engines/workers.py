@@ -328,7 +328,7 @@ class Workers(Here):
 
     def _lost(self, when: str) -> NoReturn:
         self.close()
-        raise RuntimeError(
+        raise ChildProcessError(
             f"a worker process ended {when} (killed: out of memory? a script without `if __name__ == '__main__':`?); "
             "use fewer workers, or workers=1 to see the error itself"
         )

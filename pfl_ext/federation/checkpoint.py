@@ -8,7 +8,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import pfl_ext
+
 __all__ = ["Checkpoints", "DamagedCheckpoint", "ForeignCheckpoint", "digest", "load", "newest", "save"]
 
-_FORMAT = "pfl_ext checkpoint 1"
+_FORMAT = "pfl_ext checkpoint 2"
 _LATE = 60.0  # seconds after which a checkpoint is due however few rounds there were
 _NAME = re.compile(r"checkpoint-(\d{8})\.safetensors")
 
 
 class DamagedCheckpoint(RuntimeError):
-    """The file is not what was written."""
+    """The file is not what was written, or not what a run can go on from."""
 
 
 class ForeignCheckpoint(RuntimeError):
-    """The file belongs to another run."""
+    """The file belongs to another run, or to another version."""
 
 
 def digest(tensor: Tensor) -> str:
@@ -38,10 +40,29 @@ def digest(tensor: Tensor) -> str:
     return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
 
 
+def _described(tensor: Tensor) -> list[Any]:
+    """A tensor's type, shape and digest: the same bytes may also be other numbers."""
+    return [str(tensor.dtype), list(tensor.shape), digest(tensor)]
+
+
+def _good(path: Path) -> bool:
+    """Whether nothing in a file is damaged."""
+    try:
+        load(path)
+    except (DamagedCheckpoint, ForeignCheckpoint):
+        return False
+    return True
+
+
 def save(
-    folder: Path, step: int, identity: Mapping[str, Any], state: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path,
+    step: int,
+    identity: Mapping[str, Any],
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    good: Callable[[Path], bool] = _good,
 ) -> Path:
-    """Write a checkpoint and remove all but the one before it.
+    """Write a checkpoint, and remove the others but one that is good.
 
     The file appears under its name when it is complete and on the disk; until then the earlier ones are untouched.
 
@@ -51,11 +72,17 @@ def save(
         identity: what a run that wants to go on from here must have in common with this one.
         state: everything else that is not a tensor; both as JSON has it.
         tensors: by name.
+        good: whether a checkpoint is, of those that were there before.
     """
     folder.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     content = json.dumps(
-        {"identity": identity, "state": state, "digests": {name: digest(tensor) for name, tensor in plain.items()}}
+        {
+            "versions": _versions(),
+            "identity": identity,
+            "state": state,
+            "tensors": {name: _described(tensor) for name, tensor in plain.items()},
+        }
     )
     metadata = {
         "format": _FORMAT,
@@ -75,9 +102,18 @@ def save(
             f"the checkpoint {path} could not be written ({error}); the earlier ones are as they were. "
             "Make room or give the folder back its permissions, then go on with --resume"
         ) from error
-    for old in _all(folder)[2:]:
-        old.unlink(missing_ok=True)
+    others = [other for other in _all(folder) if other != path]
+    second = next((other for other in others if good(other)), None)
+    for old in others:
+        # A damaged one that is newer stays until the run has passed it: it may be that it could not be read just now.
+        if second is not None and old < second:
+            old.unlink(missing_ok=True)
     return path
+
+
+def _versions() -> dict[str, str]:
+    """What may change the last bits of a run, or what it means."""
+    return {"torch": torch.__version__, "pfl_ext": pfl_ext.__version__}
 
 
 def _all(folder: Path) -> list[Path]:
@@ -92,44 +128,72 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
 
     Raises:
         DamagedCheckpoint: if anything in it is not as it was written.
+        ForeignCheckpoint: it has another format.
     """
+    content, tensors = _read(path)
+    return content["identity"], content["state"], tensors
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """What the header says, and the tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, AttributeError) as error:
+        # The last four: a type that safetensors knows and this torch does not.
         raise DamagedCheckpoint(f"{path} cannot be read ({error})") from error
-    if metadata.get("format") != _FORMAT:
-        raise DamagedCheckpoint(f"{path} is not a checkpoint of this library (its format: {metadata.get('format')})")
+    theirs = metadata.get("format")
+    if theirs != _FORMAT:
+        if str(theirs).startswith(_FORMAT[:-1]):
+            raise ForeignCheckpoint(
+                f"{path} has the format {theirs!r}, this version of pfl_ext reads {_FORMAT!r}. Go on with the version "
+                "that the run was begun with, or begin anew in another folder"
+            )
+        raise DamagedCheckpoint(f"{path} is not a checkpoint of this library (its format: {theirs})")
     text = metadata.get("content", "")
     if hashlib.blake2b(text.encode(), digest_size=16).hexdigest() != metadata.get("digest"):
         raise DamagedCheckpoint(f"{path}: its header is damaged")
-    content = json.loads(text)
-    wrong = [
-        name for name, known in content["digests"].items() if name not in tensors or digest(tensors[name]) != known
-    ]
-    if wrong or len(tensors) != len(content["digests"]):
-        raise DamagedCheckpoint(f"{path}: {', '.join(wrong[:3]) or 'its list of tensors'} is damaged")
-    return content["identity"], content["state"], tensors
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path}: its header is not JSON ({error})") from None
+    parts = ("versions", "identity", "state", "tensors")
+    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in parts):
+        raise DamagedCheckpoint(f"{path}: its header does not have {', '.join(parts)}")
+    known = content["tensors"]
+    wrong = [name for name in known.keys() | tensors.keys() if name not in known or name not in tensors]
+    wrong = wrong or [name for name, tensor in tensors.items() if _described(tensor) != known[name]]
+    if wrong:
+        raise DamagedCheckpoint(f"{path}: {', '.join(sorted(wrong)[:3])} is damaged")
+    return content, tensors
 
 
 def newest(folder: Path, identity: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """State and tensors of the newest good checkpoint, None where there is none at all.
 
-    A damaged one is named in a warning and the one before it is taken.
+    A damaged one is named in a warning and the one before it is taken. Another version of torch or of this library is
+    named in a warning too.
 
     Raises:
-        ForeignCheckpoint: it is of a run that differs in ``identity``.
+        ForeignCheckpoint: it is of a run that differs in ``identity``, or has another format.
         DamagedCheckpoint: there are checkpoints, and none is good.
     """
+    found = _newest(folder, identity)
+    return None if found is None else found[1:]
+
+
+def _newest(folder: Path, identity: Mapping[str, Any]) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
     paths = _all(folder)
     for path in paths:
         try:
-            theirs, state, tensors = load(path)
+            content, tensors = _read(path)
+            if not isinstance(content["state"].get("round"), int):
+                raise DamagedCheckpoint(f"{path} does not say after which round it was saved")
         except DamagedCheckpoint as error:
-            warnings.warn(f"{error}; the checkpoint before it is tried", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{error}; the checkpoint before it is tried", RuntimeWarning, stacklevel=3)
             continue
-        ours = json.loads(json.dumps(identity))
+        ours, theirs = json.loads(json.dumps(identity)), content["identity"]
         differing = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
         if differing:
             raise ForeignCheckpoint(
@@ -137,7 +201,15 @@ def newest(folder: Path, identity: Mapping[str, Any]) -> tuple[dict[str, Any], d
                 + "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing[:4])
                 + ". Use the options of that run, or another output folder"
             )
-        return state, tensors
+        for name, ours_is in _versions().items():
+            if (theirs_is := content["versions"].get(name)) != ours_is:
+                warnings.warn(
+                    f"{path} was written with {name} {theirs_is}, this is {name} {ours_is}: the run goes on, but may "
+                    "not be that of one version to the bit",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return path, content["state"], tensors
     if paths:
         raise DamagedCheckpoint(f"no checkpoint in {folder} is good; begin anew in another folder")
     return None
@@ -155,6 +227,7 @@ class Checkpoints:
         """See the class."""
         self.folder, self.identity = folder, identity
         self._saved_at = time.monotonic()
+        self._known: dict[Path, tuple[int, int]] = {}  # what this process has written or found good, as it was then
 
     def begin(self) -> None:
         """Make the folder, for a run that begins anew.
@@ -175,9 +248,30 @@ class Checkpoints:
 
     def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Write one; see :func:`save`."""
-        save(self.folder, step, self.identity, state, tensors)
+        self._remember(save(self.folder, step, self.identity, state, tensors, self._is_good))
         self._saved_at = time.monotonic()
 
     def newest(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """State and tensors of the newest good one; see :func:`newest`."""
-        return newest(self.folder, self.identity)
+        found = _newest(self.folder, self.identity)
+        if found is None:
+            return None
+        self._remember(found[0])
+        return found[1:]
+
+    def _remember(self, path: Path) -> None:
+        self._known = {known: stamp for known, stamp in self._known.items() if known.exists()} | {path: _stamp(path)}
+
+    def _is_good(self, path: Path) -> bool:
+        """Whether a file is good; one that this process knows is not read again."""
+        if self._known.get(path) != _stamp(path):
+            if not _good(path):
+                return False
+            self._remember(path)
+        return True
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What tells whether a file was written to since."""
+    about = path.stat()
+    return about.st_mtime_ns, about.st_size

@@ -110,7 +110,7 @@ class Clock:
             rows = json.loads(text) if path.suffix == ".json" else list(csv.DictReader(text.splitlines()))
         except OSError as error:
             raise ValueError(f"the clock's trace {path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, csv.Error, RecursionError) as error:
             raise ValueError(f"the clock's trace {path} is not {path.suffix[1:] or 'CSV'}: {error}") from None
         columns = ("client", *Device._fields)
         found: dict[int, Device] = {}
@@ -120,8 +120,10 @@ class Clock:
                 raise ValueError(f"{path}, row {number} has no {missing[0]}; a row has {', '.join(columns)}")
             try:
                 client, device = int(row["client"]), Device(*(float(row[name]) for name in Device._fields))
-            except (TypeError, ValueError):
-                raise ValueError(f"{path}, row {number} is {dict(row)}; numbers are accepted") from None
+            except (TypeError, ValueError, OverflowError):
+                shown = str(dict(row))
+                shown = shown if len(shown) <= 200 else f"{shown[:197]}..."
+                raise ValueError(f"{path}, row {number} is {shown}; numbers are accepted") from None
             if client in found or not 0 <= client < clients:
                 wrong = "is there twice" if client in found else f"is not one of 0 to {clients - 1}"
                 raise ValueError(f"{path}, row {number}: client {client} {wrong}")

@@ -8,6 +8,7 @@ import math
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -34,7 +35,7 @@ class MappedTensor:
     def create(cls, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> MappedTensor:
         """A new file of zeros. It is sparse: what is never written takes no space."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        with _named(path), path.open("wb") as file:
             file.truncate(math.prod(shape) * dtype.itemsize)
         return cls(path, shape, dtype)
 
@@ -69,7 +70,7 @@ class MappedTensor:
     def write(self, begin: int, values: Tensor) -> None:
         """Replace the numbers from number ``begin`` on by those of a vector."""
         content = values.detach().cpu().contiguous().view(torch.uint8).numpy()
-        with self.path.open("r+b") as file:
+        with _named(self.path), self.path.open("r+b") as file:
             file.seek(begin * self.dtype.itemsize)
             file.write(content.data)
 
@@ -79,6 +80,17 @@ class MappedTensor:
         if size == 0:  # an empty file cannot be mapped
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.from_file(str(self.path), shared=True, size=size, dtype=self.dtype).view(self.shape)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of the block names the file: that of a full disk, or of a limit on sizes, does not by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def opened(vector: Tensor | MappedTensor) -> Tensor:

@@ -2,13 +2,15 @@ r"""Differential privacy of a client's samples: DP-SGD, and what it costs.
 
 Gradients of single samples come from ``torch.func``: any layer that ``vmap`` can follow works, frozen parameters are
 left out, and nothing is wrapped or hooked. Opacus would be a dependency for the same arithmetic; its accountant of
-Rényi divergences is the standard one, and :func:`epsilon` gives its numbers.
+Rényi divergences is the standard one, and :func:`epsilon` gives its numbers. ``docs/privacy.md`` says what of a run is
+covered, and what is not.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +22,7 @@ from pfl_ext.nn import FrozenBatchNorm2d
 from .model import WorkingModel
 from .settings import Privacy
 
-__all__ = ["PRIVATE_STEPS", "epsilon", "private_gradients", "refuse_batch_norm", "sampling"]
+__all__ = ["PRIVATE_STEPS", "epsilon", "private_gradients", "refuse_batch_norm", "sampling", "secure_normal"]
 
 PRIVATE_STEPS = "pfl_ext.private_steps"
 """The name under which a client keeps how many steps it has taken on its data."""
@@ -68,9 +70,9 @@ def private_gradients(
         params: those that are trained.
         inputs, targets: a batch, drawn as :func:`sampling` says, each sample by itself.
         loss: of logits and targets; it is asked for one sample at a time.
-        privacy: :math:`\sigma` and C.
+        privacy: :math:`\sigma` and C, and whether the noise is drawn securely.
         expected: L.
-        noise: the random stream.
+        noise: the random stream; of no meaning where it is drawn securely.
     """
     names = {id(p): name for name, p in model.module.named_parameters()}
     values = {names[id(p)]: p.detach() for p in params}
@@ -94,9 +96,29 @@ def private_gradients(
     scale = privacy.dp_noise * privacy.dp_clip
     found = []
     for value in sums.values():
-        random = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=noise.device).to(value.device)
+        if privacy.dp_secure:
+            random = secure_normal(value.shape, value.dtype).to(value.device)
+        else:
+            random = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=noise.device).to(value.device)
         found.append((value + scale * random) / expected)
     return total / max(1, len(inputs)), found
+
+
+def secure_normal(shape: torch.Size | Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
+    r"""Standard normal numbers from the operating system's secure generator, by the formula of Box and Muller.
+
+    .. math:: \sqrt{-2 \ln u_1}\, \cos(2 \pi u_2), \quad \sqrt{-2 \ln u_1}\, \sin(2 \pi u_2)
+
+    for :math:`u_1, u_2` from 53 random bits each, in float64: up to 8.57 standard deviations.
+    """
+    count = math.prod(shape)
+    pairs = -(-count // 2)
+    if pairs == 0:
+        return torch.empty(shape, dtype=dtype)
+    bits = torch.frombuffer(bytearray(os.urandom(16 * pairs)), dtype=torch.int64) & ((1 << 53) - 1)
+    u = (bits + 1).double().mul_(2.0**-53).view(2, pairs)  # above 0, up to 1: the logarithm of 0 is no number
+    length, angle = u[0].log().mul_(-2).sqrt_(), u[1] * (2 * math.pi)
+    return torch.cat([length * angle.cos(), length * angle.sin()])[:count].view(shape).to(dtype)
 
 
 # ---- the accountant --------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def usable_device(compute: Compute) -> torch.device:
     """
     try:
         device = torch.device(compute.device)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # meta has tensors without numbers
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device is {compute.device!r}, which cannot be used here: {reason}") from None

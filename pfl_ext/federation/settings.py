@@ -96,8 +96,9 @@ class Compute(Options):
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         super().__post_init__()
-        for name in ("threads", "checkpoint_every"):
-            self.check(name, getattr(self, name) >= 1, "of 1 or more")
+        # OpenMP ends the process where it cannot have the memory for so many.
+        self.check("threads", 1 <= self.threads <= 1024, "from 1 to 1024")
+        self.check("checkpoint_every", self.checkpoint_every >= 1, "of 1 or more")
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,11 @@ class Privacy(Options):
     dp_noise: float = option(0.0, "standard deviation of the noise in units of dp_clip; 0 with no dp_clip: none")
     dp_clip: float = option(0.0, "norm to which the gradient of a sample is clipped; 0: no differential privacy")
     dp_delta: float = option(1e-5, "delta of the guarantee: the probability with which it may fail")
+    dp_secure: bool = option(
+        False,
+        "draw the noise from the operating system's secure generator, not from the seed: nobody can draw it again, so "
+        "that no run is repeated and a resumed one is not that of one piece to the bit",
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -155,6 +161,7 @@ class Privacy(Options):
         self.check("dp_noise", self.dp_noise >= 0, "of 0 or more")
         self.check("dp_clip", self.dp_clip > 0 or (self.dp_clip == 0 and self.dp_noise == 0), "above 0 with dp_noise")
         self.check("dp_delta", 0 < self.dp_delta < 1, "above 0 and below 1")
+        self.check("dp_secure", not self.dp_secure or self.dp_clip > 0, "of false without dp_clip")
 
 
 @dataclass(frozen=True)

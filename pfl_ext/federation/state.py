@@ -12,6 +12,7 @@ from torch import Tensor
 from pfl_ext.metrics import summarize
 
 from .engine import Engine
+from .restored import check_clients, check_plain, check_reports, check_rounds, check_vectors, parts_of
 from .rounds import Rounds
 from .server import Server
 
@@ -23,6 +24,7 @@ class ClientReports:
 
     def __init__(self, clients: int) -> None:
         """Nothing yet."""
+        self.clients = clients
         self._of: list[dict[str, float]] = [{} for _ in range(clients)]
 
     def __getitem__(self, client: int) -> dict[str, float]:
@@ -91,11 +93,18 @@ class RunState:
         return {**{name: getattr(self, name) for name in _PLAIN}, "rounds": rounds}, tensors
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`content` gave."""
-        parts: dict[str, dict[str, Tensor]] = {"server": {}, "clients": {}, "rounds": {}, "reports": {}}
-        for label, tensor in tensors.items():
-            part, _, name = label.partition("/")
-            parts[part][name] = tensor
+        """Go on from what :meth:`content` gave.
+
+        Raises:
+            DamagedCheckpoint: it is not of such a run; nothing is changed then.
+        """
+        parts, clients, kept = parts_of(tensors), self.reports.clients, self.engine.state()
+        check_plain(state, clients)
+        check_vectors("server", parts["server"], self.server)
+        check_clients(parts["clients"], kept, clients)
+        own, round = self.rounds.state(), state["round"]
+        check_rounds(state.get("rounds"), parts["rounds"], own, round, clients, self.server, kept)
+        check_reports(parts["reports"], clients)
         self.rounds.restore(state["rounds"], parts["rounds"])
         self.engine.restore(parts["clients"])
         for name in self.server:

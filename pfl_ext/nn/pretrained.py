@@ -86,7 +86,8 @@ def load_pretrained(network: nn.Module, source: str | Path, statistics: bool = T
         The names of the tensors that were not loaded.
 
     Raises:
-        ValueError: tensors are missing, unexpected or of another shape; nothing is changed then.
+        ValueError: tensors are missing, unexpected, of another shape, no real numbers or not finite; nothing is changed
+            then.
     """
     given = read_weights(source)
     ours = network.state_dict()
@@ -110,9 +111,10 @@ def load_pretrained(network: nn.Module, source: str | Path, statistics: bool = T
         for name in ours
         if name in given and given[name].shape != ours[name].shape
     ]
+    kinds = [problem for name in ours if name in given and (problem := _unfit(name, given[name], ours[name].dtype))]
     problems = [
         f"{what} {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("other shapes:", shapes))
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("other shapes:", shapes), ("", kinds))
         if names
     ]
     if problems:
@@ -122,6 +124,17 @@ def load_pretrained(network: nn.Module, source: str | Path, statistics: bool = T
         raise ValueError(f"{source} does not fit this {type(network).__name__}: {'; '.join(problems)}{hint}")
     network.load_state_dict(given, strict=False)
     return [name for name in ours if name not in given]
+
+
+def _unfit(name: str, given: Tensor, ours: torch.dtype) -> str:
+    """Why these numbers cannot stand for weights, or for a count where ours is one; else nothing."""
+    if given.layout != torch.strided:
+        return f"{name} is {given.layout} in place of dense"
+    if given.is_floating_point() != ours.is_floating_point or given.is_complex() or given.dtype == torch.bool:
+        return f"{name} is {given.dtype} in place of {ours}"
+    if given.is_floating_point() and not given.double().isfinite().all():
+        return f"{name} has numbers that are not finite"
+    return ""
 
 
 def _torchvision_name(name: str) -> str:

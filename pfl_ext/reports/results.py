@@ -26,10 +26,11 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ __all__ = ["LOCK", "ResultsError", "ResultsFolder", "Runs", "lock", "versions"]
 
 LOCK = ".lock"
 """The file of a results folder that the process which writes there has locked."""
+_PATIENCE = 2.0  # seconds
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -164,9 +166,8 @@ class ResultsFolder:
         for number, line in enumerate([*lines, rest] if rest else lines, 1):
             try:
                 record = _restore(json.loads(line))
-                if not isinstance(record, dict) or "round" not in record:
-                    raise ValueError("no round record")
-            except ValueError as error:
+                _check_record(record)
+            except (ValueError, RecursionError) as error:
                 if number > len(lines):
                     break
                 raise ResultsError(
@@ -214,7 +215,7 @@ class ResultsFolder:
             return _restore(json.loads(target.read_text(encoding="utf-8")))
         except OSError as error:
             raise ResultsError(f"cannot read {target}: {error.strerror or error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ResultsError(f"{target} is not JSON: {error}") from None
 
     @contextmanager
@@ -256,6 +257,15 @@ class ResultsFolder:
         self._write(name, text.getvalue())
 
 
+def _locked(file: IO[str]) -> bool:
+    """Lock a file, unless another process has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Hold a results folder for this process alone; the lock ends with the process, however that ends.
@@ -265,17 +275,23 @@ def lock(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        # A process that is killed while it starts another leaves its locks with that one for a moment.
+        until = time.monotonic() + _PATIENCE
+        while not _locked(file):
+            if time.monotonic() < until:
+                time.sleep(0.02)
+                continue
             file.seek(0)
             raise ResultsError(
                 f"a run is writing to {folder} (process {file.read().strip() or 'unknown'}): wait for it, or name "
                 "another folder"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+            )
+        try:
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        except OSError as error:
+            raise _cannot_write(folder / LOCK, error) from error
         yield
     # The file stays: removed, it could be locked twice by processes that had opened it before and after.
 
@@ -329,6 +345,36 @@ def _restore(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _restore(item) for key, item in value.items()}
     return [_restore(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_record(record: Any) -> None:
+    """Raise a ValueError if what tables, plots and clocks read of a record is not of its kind."""
+    if not isinstance(record, dict) or "round" not in record:
+        raise ValueError("no round record")
+    if not _is_number(record["round"]):
+        raise ValueError(f"round is {str(record['round'])[:40]!r}, a number is one")
+    for name, depth in (("models", 3), ("clock", 1)):
+        if name in record and not _has_numbers(record[name], depth):
+            raise ValueError(f"{name} does not have numbers by their names")
+    for name in ("training", "communication"):
+        if not isinstance(record.get(name, {}), dict):
+            raise ValueError(f"{name} does not have values by their names")
+    works = record.get("work", [])
+    if not isinstance(works, list) or not all(
+        isinstance(work, list) and len(work) in (5, 6) and all(map(_is_number, work)) for work in works
+    ):
+        raise ValueError("work is not a list of clients' works")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _has_numbers(value: Any, depth: int) -> bool:
+    """Whether it is a mapping, of mappings, with nothing but numbers in the end; ``depth`` of them at least."""
+    if not isinstance(value, dict):
+        return depth <= 0 and (value is None or _is_number(value))
+    return all(_has_numbers(item, depth - 1) for item in value.values())
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
