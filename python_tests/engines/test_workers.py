@@ -62,7 +62,8 @@ def test_a_worker_that_is_killed_between_two_rounds_is_one_clear_error_and_the_r
     settings = Settings(rounds=10_000, checkpoint_every=1, evaluate_every=10_000)
     engine = Workers(2)
     run = Federation(FedAvg(**QUICK), network, dataset, partition, settings, folder=tmp_path, engine=engine)
-    with pytest.raises(ChildProcessError, match=r"a worker process ended in the stage 'train' of round \d+ .*workers=1"):
+    told = r"a worker process ended in the stage 'train' of round \d+ .*workers=1"
+    with pytest.raises(ChildProcessError, match=told):
         for record in run.rounds():
             if record["round"] == 2:
                 processes = list(engine._processes)
@@ -85,7 +86,8 @@ def test_a_worker_that_is_killed_in_a_turn_is_one_clear_error(
     rounds = run.rounds()
     assert next(rounds)["round"] == 1
     processes = list(engine._processes)
-    with pytest.raises(ChildProcessError, match=r"in the stage 'train' of round 2 \(killed: out of memory\?.*fewer workers"):
+    told = r"in the stage 'train' of round 2 \(killed: out of memory\?.*fewer workers"
+    with pytest.raises(ChildProcessError, match=told):
         next(rounds)
     _end(processes)
 
