@@ -45,7 +45,7 @@ class Federation:
     """A method on clients' data, round by round.
 
     >>> dataset = data.load("digits")                                                           # doctest: +SKIP
-    >>> partition = data.ds1(dataset, 10, generator=torch.Generator().manual_seed(0))           # doctest: +SKIP
+    >>> partition = data.PARTITIONERS["ds1"](dataset, 10, generator=stream(0, "partition"))     # doctest: +SKIP
     >>> run = Federation(PersFL(), nn.mlp((1, 8, 8), 10), dataset, partition, Settings(rounds=20))  # doctest: +SKIP
     >>> run.run()[-1]["models"]["personal"]["test"]["accuracy"]["mean"]                         # doctest: +SKIP
 

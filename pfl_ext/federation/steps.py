@@ -136,7 +136,8 @@ class Steps:
     def _clipped_step(self, gradients: list[Tensor]) -> None:
         if self._clip != 0:
             norm = torch.nn.utils.get_total_norm(gradients)
-            torch._foreach_mul_(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
+            # As torch's clip_grad_norm_, but not in place: autograd may have given one tensor to two parameters.
+            gradients = list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
         self.step(gradients)
 
     def train(self, loss: Loss = _labels, *, epochs: int | None = None, batches: str = "batches") -> float:

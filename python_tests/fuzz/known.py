@@ -51,25 +51,16 @@ def _plain_index(case: dict[str, Any], found: str) -> bool:
 
 KNOWN: list[Known] = [
     # Refused with the wrong words.
-    Known("no tensor where one is expected: an AttributeError", lambda case, found: "AttributeError" in found),
-    Known("a group number of 2**33: std::bad_alloc", lambda case, found: "bad_alloc" in found),
-    Known("sparse tensors: INTERNAL ASSERT", lambda case, found: "INTERNAL ASSERT" in found),
     # Wrong numbers.
     Known("remaining weights that cancel", lambda case, found: "weights that add up to 0 were not refused" in found),
     Known("label smoothing of 1 and a masked target: NaN for infinity", lambda case, found: _all_smoothed(case)),
     Known("multi-label logits of infinity, temperature not 1", lambda case, found: _infinite_labels(case)),
-    Known("weights whose sum or product leaves the range", lambda case, found: _extreme_weights(case)),
-    Known("int64 buffers of 2**63 - 1", lambda case, found: "instead of" in found and "rounded" in found),
-    Known("a backup that aliases the gradient", lambda case, found: bool(case["case"].get("alias"))),
-    Known("a temperature of 1e-40", lambda case, found: "a tiny temperature made NaN" in found),
-    Known("an overlapping out", lambda case, found: "an overlapping out was not refused" in found),
     Known(
         "an expanded out: refused when the others have been written",
         lambda case, found: (
             case.get("damage", {}).get("kind") == "expanded" and "what was refused, was changed" in found
         ),
     ),
-    Known("conv_pool_relu_backward: places beyond 4", lambda case, found: _wild_places(case)),
     # Of the plain-torch definitions alone.
     Known("plain: IndexError of raw ops for tensors of other dimensions", _plain_index),
     Known(
@@ -84,16 +75,7 @@ KNOWN: list[Known] = [
         ),
     ),
 ]
-KNOWN_FILES: list[Known] = [
-    Known(
-        "forged checkpoints: raw errors",
-        lambda case, found: "forged" in case["case"] and "the command ended in" in found,
-    ),
-    Known(
-        "checkpoints: dtype, shape and names are not in the digest",
-        lambda case, found: case["family"] == "checkpoint" and found.startswith("neither of the two"),
-    ),
-]
+KNOWN_FILES: list[Known] = []
 
 
 def known(case: dict[str, Any], finding: str, faults: list[Known]) -> str | None:
