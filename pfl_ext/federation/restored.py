@@ -69,6 +69,11 @@ def check_plain(state: Mapping[str, Any], clients: int) -> None:
         _refuse(f"received_last is {_shown(received)}; {' and '.join(_RECEIVED)} are in it")
     for name, count in received.items():
         _count(name, count)
+    dropped = state.get("dropped_last")
+    if not isinstance(dropped, list):
+        _refuse(f"dropped_last is {_shown(dropped)}; a list of clients is one")
+    for client in dropped:
+        _count("a client of dropped_last", client, clients - 1)
 
 
 def _check_names(part: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "server_buffers": {"server_buffers": ("BatchNorm1d",)},
     "threads": {"threads": 2},
     "device": {"device": "meta"},
+    "dp_secure": {"dp_clip": 1.0, "dp_secure": True},
     "dp_noise": {"dp_noise": 2.0, "dp_clip": 1.0},
     "dp_clip": {"dp_clip": 2.0},
     "dp_delta": {"dp_delta": 1e-6},
@@ -78,7 +79,7 @@ def test_these_are_all_options() -> None:
 def test_an_option_with_an_influence_is_part_of_a_runs_identity(
     name: str, dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
-    base = {"dp_clip": 1.0} if name == "dp_noise" else {}
+    base = {"dp_clip": 1.0} if name in ("dp_noise", "dp_secure") else {}
     ours, theirs = (Settings(**options) for options in (base, OTHERS[name]))
     different = {key for key, value in ours.identity().items() if theirs.identity()[key] != value}
     assert different == {name}

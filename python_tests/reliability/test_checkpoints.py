@@ -179,6 +179,8 @@ _FORGED: list[tuple[str, Forge, str]] = [
             (_set("personalized", 1.5), "personalized is 1.5"),
             (_set("received_last", []), "received_last is []"),
             (_set("received_last", {"down_parameters": -1, "down_bytes": 0}), "down_parameters is -1"),
+            (_set("dropped_last", None), "dropped_last is None"),
+            (_set("dropped_last", [4]), "a client of dropped_last is 4"),
             (lambda state, tensors: state.pop("rounds"), "rounds is None"),
             (_set("rounds", {"turns": []}), "rounds has ['turns']"),
             (lambda state, tensors: tensors.pop("server/model"), "server/model is not in it"),

@@ -138,7 +138,7 @@ def test_a_killed_worker_ends_the_run_in_a_line_and_leaves_nobody_behind(tmp_pat
     process.join(60)
     told = log.read_text()
     assert process.exitcode == 1 and told.count("\n") == 1, told
-    assert "a worker process ended" in told and "workers=1 to see the error itself" in told
+    assert "a worker process ended" in told and "--workers 1 to see the error itself" in told
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
