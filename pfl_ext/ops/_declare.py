@@ -6,6 +6,7 @@ kernels for its dispatch key, and those win; the autograd formula is the same fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,22 @@ def raise_out_of_memory(error: RuntimeError) -> None:
 OPS: dict[str, Op] = {}
 
 
+def _without_none(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel with an error for None where a tensor is needed: the dispatcher takes that for a tensor too."""
+
+    @functools.wraps(kernel)
+    def checked(*args: Any) -> Any:
+        try:
+            return kernel(*args)
+        except AttributeError:
+            for argument, x in zip(OPS[name].overload._schema.arguments, args, strict=False):
+                if x is None and str(argument.type) == "Tensor":
+                    raise TypeError(f"{argument.name} is None; a tensor is accepted") from None
+            raise
+
+    return checked
+
+
 def declare(
     schema: str,
     *,
@@ -72,7 +89,7 @@ def declare(
     name = schema.split("(", 1)[0]
     qualified = f"pfl_ext::{name}"
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(name, composed or reference, "CompositeExplicitAutograd")
+    _library.impl(name, _without_none(name, composed or reference), "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_library)

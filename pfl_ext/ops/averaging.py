@@ -392,6 +392,11 @@ def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize:
         raise ValueError(
             f"all {len(models)} clients with a positive weight hold infinity or NaN; nothing is left to average"
         )
+    if float(remaining.sum()) == 0:
+        raise ValueError(
+            f"the weights of the {len(kept)} clients without infinity or NaN add up to 0: they cannot share the weight "
+            "of those left out; other weights or nonfinite='propagate' are accepted"
+        )
     # The clients that stay share the weight of those that do not.
     return [models[c] for c in kept], remaining * (weights.sum() / remaining.sum())
 
@@ -757,7 +762,8 @@ class StreamingAverage:
             raise ValueError("integers='server' keeps the server's integer tensors: give the server's model as out=")
         divisor = self._weight if self.normalize else 1.0
         if not self.normalize and self.skipped:
-            divisor = self._weight / (self._weight + self._skipped_weight)
+            total = self._weight + self._skipped_weight
+            divisor = self._weight / total if total else math.inf  # weights that add up to 0: so does the average
         kept = [] if self.integers == "round" else self._integral
         with torch.no_grad():
             values = list(first.tensors)

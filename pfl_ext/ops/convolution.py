@@ -34,7 +34,14 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).contiguous()
 
 
+def _check_images(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name} is {describe(x)}; four dimensions, channels last, are accepted")
+
+
 def _forward_reference(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    _check_images(x=x, weight=weight)
     z = F.conv2d(_channels_second(x), _channels_second(weight), bias)
     if min(z.shape[2:]) < 2:  # torch refuses to pool what has no cell
         return _forward_fake(x, weight, bias)
@@ -62,6 +69,7 @@ def _backward_reference(
     grad: Tensor, which: Tensor, x: Tensor, weight: Tensor, for_x: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As autograd does it: the gradient of the convolution's output in full, zeros included."""
+    _check_images(grad=grad, which=which, x=x, weight=weight)
     height, width = x.shape[1] - weight.shape[1] + 1, x.shape[2] - weight.shape[2] + 1
     cells = torch.stack([torch.where(which == position, grad, 0) for position in range(4)])
     samples, rows, columns, outputs = grad.shape

@@ -25,8 +25,8 @@ the bit.
 **Infinities and NaN.** A class whose logit is ``-inf`` is masked: its probability is 0 and, masked in teacher and
 student, it adds nothing. Masked in the student alone, it makes the divergence infinite; the gradient stays finite. A
 row with a NaN, a ``+inf`` or nothing but ``-inf`` gets NaN for its loss and its gradient, as in torch, and no other row
-does. In the multi-label form, logits beyond 1e30 count as 1e30. A sample that is left out is not looked at: its loss
-and gradient are 0 whatever it holds.
+does. In the multi-label form, logits over T (with ``average="logits"`` their mean) beyond 1e30 count as 1e30. A sample
+that is left out is not looked at: its loss and gradient are 0 whatever it holds.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def _distillation_reference(
     a = student.to(accumulate)
     shares = [1.0 / count] * count if weights is None else weights.tolist()
     logits = [x.to(accumulate) / temperature for x in (teachers[0].unbind(0) if teachers[0].dim() == 3 else teachers)]
-    if multilabel:
-        a, logits = a.clamp(-1e30, 1e30), [x.clamp(-1e30, 1e30) for x in logits]
     scaled = a / temperature
+    if multilabel:
+        a, scaled = a.clamp(-1e30, 1e30), scaled.clamp(-1e30, 1e30)
 
     row = torch.ones(batch, dtype=accumulate, device=student.device) if sample_weights is None else sample_weights
     kept = row != 0
@@ -209,6 +209,7 @@ def _distillation_reference(
             logits, shares = [mean], [1.0]
         zero = torch.zeros_like(a)
         if multilabel:
+            logits = [x.clamp(-1e30, 1e30) for x in logits]
             q = sum((x.sigmoid() * s for x, s in zip(logits, shares, strict=True)), zero)
             complement = sum(((-x).sigmoid() * s for x, s in zip(logits, shares, strict=True)), zero)
             if average == 1:

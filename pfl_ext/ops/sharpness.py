@@ -108,10 +108,9 @@ def _perturb_memory(params: list[Tensor], backup: Tensor, grads: list[Tensor], s
 
 def _memory_order(x: Tensor) -> Tensor | None:
     """The elements as one vector over the same memory; None where they do not fill it without gaps."""
-    if x.is_contiguous():
-        return x.view(-1)
-    if torch.empty_like(x).stride() != x.stride():
+    if not x.is_contiguous() and torch.empty_like(x).stride() != x.stride():
         return None
+    # Not view(-1): a vector of one element or none is contiguous with any stride, which a view as bytes refuses.
     return x.as_strided((x.numel(),), (1,), x.storage_offset())
 
 
@@ -243,7 +242,8 @@ def _scores_reference(a: list[Tensor], b: list[Tensor], groups: Sequence[int], l
     count = torch.tensor(elements, dtype=torch.float64).to(a[0].device)
     raw = torch.where(count == 0, 0, squares.sqrt() / count)
     equal = (count > 0).double() / (count > 0).sum()
-    return torch.where(raw.sum() == 0, equal, raw / raw.sum())
+    shares = torch.where(raw.sum() == 0, equal, raw / raw.sum())
+    return torch.where(count == 0, 0, shares)  # also where the sum is NaN
 
 
 def _scores_fake(a: list[Tensor], b: list[Tensor], groups: Sequence[int], layers: int) -> Tensor:

@@ -106,6 +106,8 @@ def _real_dft_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 def _real_idft_reference(half_spectrum: Tensor, length: int, size: int) -> Tensor:
+    if half_spectrum.dim() != 2:
+        raise ValueError(f"the half spectrum is {describe(half_spectrum)}; a complex matrix is accepted")
     return torch.fft.irfft(half_spectrum, n=length, norm="forward")[:, :size].contiguous()
 
 
@@ -317,6 +319,10 @@ class _Divergence(torch.autograd.Function):
 
 
 def _scale_gradient_reference(grad: Tensor, scale: Tensor) -> Tensor:
+    if grad.dim() != 2 or scale.shape != grad.shape[:1]:
+        raise ValueError(
+            f"scale is {describe(scale)} for the gradient {describe(grad)}; one number a row of a matrix is accepted"
+        )
     return (grad * scale[:, None]).to(grad.dtype).contiguous()
 
 

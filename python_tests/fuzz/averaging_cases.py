@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import torch
-from call import Call, compare, covers
+from call import Call, compare, covers, unit
 from guarded_tensors import FLOATS, Memory, draw_tensor
 from torch import Tensor
 
@@ -75,8 +76,11 @@ def _sums(memory: Memory, models: list[list[Tensor]], weights: list[float], serv
 def _compare_models(got: list[Tensor], sums: Any, terms: int) -> str | None:
     for t, (x, (truth, size)) in enumerate(zip(got, sums, strict=True)):
         if x.dtype == torch.int64:
-            # Beside a half, either neighbour is a right rounding of a sum that is itself rounded.
-            off = (x.double() - truth).abs() > 0.5 + 1e-9 * (1 + size)
+            # Beside a half, either neighbour is a right rounding of a sum that is itself rounded. What no int64 can
+            # hold becomes the nearest one that it can.
+            limits = torch.iinfo(torch.int64)
+            nearest = truth.clamp(limits.min, limits.max)
+            off = (x.double() - nearest).abs() > 0.5 + terms * unit(torch.float64) * size
             if bool(off.any()):
                 return f"tensor {t}: {x.tolist()} instead of {truth.tolist()}, rounded"
             continue
@@ -193,14 +197,15 @@ def public_average(case: dict[str, Any], memory: Memory) -> Call:
         named = [{f"layer.{t}": x for t, x in enumerate(model)} for model in values]
         given = {"list": values, "dict": named, "tuple": [tuple(model) for model in values]}[form]
         server = {f"layer.{t}": x for t, x in enumerate(server_tensors)} if form == "dict" else server_tensors
-    if normalize:  # so that their sum is one that float64 has
+    infinite = not all(map(math.isfinite, weights))
+    if normalize and not infinite:  # so that their sum is one that float64 has
         largest = max(weights)
         weights = [w / largest for w in weights]
     bad = [any(x.is_floating_point() and not bool(x.isfinite().all()) for x in model) for model in before]
     kept = [c for c in range(len(weights)) if nonfinite != "skip" or not bad[c]]
     remaining = sum(weights[c] for c in kept)
     refuse = (any(bad) and nonfinite == "raise") or not kept or (normalize and remaining <= 0)
-    refuse = refuse or (nonfinite == "skip" and remaining == 0)
+    refuse = refuse or infinite or (nonfinite == "skip" and any(bad) and remaining == 0)
     used = [weights[c] for c in kept]
     total = sum(used) if normalize else 1.0
     if not normalize and len(kept) < len(weights) and sum(weights):
@@ -216,6 +221,8 @@ def public_average(case: dict[str, Any], memory: Memory) -> Call:
     cancel = nonfinite == "skip" and any(bad) and min(abs(remaining), abs(sum(weights))) < whole
 
     def check(got: Any) -> str | None:
+        if infinite:
+            return "infinite weights were not refused"
         if cancel:
             return "remaining weights that add up to 0 were not refused" if kept and remaining == 0 else None
         if form == "matrix":

@@ -111,6 +111,9 @@ def distillation(case: dict[str, Any], memory: Memory) -> Call:
     many = classes if multilabel else 1
     scale = torch.ones(rows, dtype=torch.float64) if row is None else row.double().abs()
     sizes = (soft_size + hard_size) * many * scale
+    if multilabel:  # infinite logits count as 1e30, and a loss is linear in them
+        infinite = sum(x.isinf().sum(1) for x in double)
+        sizes = sizes + 1e30 * infinite * (abs(soft) * (1 + 2 * spread) + abs(hard)) * scale
     slopes = (abs(soft) / temperature * (1 + 2 * spread) + abs(hard) * (1 + 2 * own)) * scale
     terms = classes + len(teachers) + 24
     broken = [not bool(x.isfinite().all()) for x in double]

@@ -168,7 +168,7 @@ def perturb(case: dict[str, Any], memory: Memory) -> Call:
     layers = max(groups) + 1
     scores = [0.3 + 0.4 * i for i in range(layers)] if case["scores"] else None
     vector = None if scores is None else torch.tensor(scores, dtype=torch.float64)
-    room = sharpness._backup_bytes(params)
+    room = sharpness.backup_bytes(params)
     backup = memory.make(
         {
             "shape": [room],
@@ -186,7 +186,7 @@ def perturb(case: dict[str, Any], memory: Memory) -> Call:
         # Fresh ones: where nothing is in it, contiguous() keeps the strides.
         moved = [torch.zeros(x.shape, dtype=torch.float64).copy_(memory.before(x)) for x in params]
         slopes = [torch.zeros(x.shape, dtype=torch.float64).copy_(memory.before(x)) for x in grads]
-        spare = torch.empty(sharpness._backup_bytes(moved), dtype=torch.uint8)
+        spare = torch.empty(sharpness.backup_bytes(moved), dtype=torch.uint8)
         OPS["lwsam_perturb_"].reference(moved, spare, slopes, vector, groups, layers, rho, p, literal, per_layer)
         exponent = 0.0 if math.isinf(p) else 1.0 if p == 2 else math.inf if p == 1 else 1 / (p - 1)
         for t, (x, truth, g) in enumerate(zip(params, moved, slopes, strict=True)):

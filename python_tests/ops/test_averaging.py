@@ -478,6 +478,21 @@ def test_skipping_gives_the_weight_of_the_skipped_to_the_others(device):
     assert weighted_average(clients, [2, 2, 4], nonfinite="skip", normalize=False)[0].item() == pytest.approx(24.0)
 
 
+def test_clients_whose_weights_cancel_cannot_share_the_weight_of_a_skipped_one(device):
+    clients = [[torch.tensor([value], device=device)] for value in (float("inf"), 2.0, 4.0)]
+    with pytest.raises(ValueError, match="add up to 0"):
+        weighted_average(clients, [2, -1, 1], nonfinite="skip", normalize=False)
+
+
+def test_weights_that_add_up_to_0_with_a_skipped_one_average_to_0(device):
+    clients = [[torch.tensor([value], device=device)] for value in (3.0, float("inf"))]
+    assert weighted_average(clients, [1, -1], nonfinite="skip", normalize=False)[0].item() == 0
+    average = StreamingAverage(nonfinite="skip", normalize=False)
+    for client, weight in zip(clients, (1, -1), strict=True):
+        average.add(client, weight)
+    assert average.result()[0].item() == 0
+
+
 def test_nothing_left_after_skipping_is_an_error(device):
     out = [torch.full((1,), 9.0, device=device)]
     with pytest.raises(ValueError, match="nothing is left"):

@@ -27,6 +27,11 @@ def test_running_out_of_memory_in_a_kernel_is_torchs_error():
     assert found.type is RuntimeError
 
 
+def test_none_for_the_only_tensor_of_an_op_is_named():
+    with pytest.raises(TypeError, match="half_spectrum is None"):
+        torch.ops.pfl_ext.spectral_teacher(None, 6, 1)
+
+
 CALLS = {
     "squared_distance": lambda x: squared_distance([x], [x]),
     "personalization_scores": lambda x: personalization_scores([x], [x]),

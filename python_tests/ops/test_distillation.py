@@ -208,6 +208,17 @@ def test_native_kernel_agrees_with_the_reference_in_everything_at_once(device, d
         assert OP.has_kernel("CPU")
 
 
+@pytest.mark.parametrize("kernel", [OP, OP.reference], ids=["op", "reference"])
+def test_an_infinite_multilabel_logit_counts_as_1e30_whatever_the_temperature(device, kernel):
+    student, teacher = torch.tensor([[math.inf]], device=device), torch.zeros(1, 1, device=device)
+    for temperature in (0.5, 1.0, 300.0):
+        numbers = (temperature, 1.0, 0.0, 0.0, -1, 0, True, True, 1, True)
+        loss, _, _ = kernel(student, [teacher], None, None, None, *numbers)
+        assert loss.item() == pytest.approx(0.5e30, rel=1e-6)
+        loss, _, _ = kernel(student, [student], None, None, None, *numbers)
+        assert loss.item() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("classes", [10, 100])
 def test_half_precision_is_within_twice_the_error_of_plain_torch(device, dtype, classes):
