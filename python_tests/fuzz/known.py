@@ -1,12 +1,10 @@
-"""Faults that are known and being mended: cases of these classes are left out. The list should be empty."""
+"""Faults that are known and being mended: cases of these classes are left out. The lists should be empty."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from call import NATIVE
 
 __all__ = ["KNOWN", "KNOWN_FILES", "Known", "known"]
 
@@ -22,14 +20,7 @@ class Known:
     fits: Callable[[dict[str, Any], str], bool]
 
 
-def _all_smoothed(case: dict[str, Any], found: str) -> bool:
-    """The kernels multiply the target's infinite loss by 1 - smoothing, which is 0."""
-    if not NATIVE or case["family"] != "distillation" or "nan instead of inf" not in found:
-        return False
-    return case["case"]["smoothing"] == 1 and not case["case"]["multilabel"]
-
-
-KNOWN: list[Known] = [Known("label smoothing of 1 and a masked target: NaN for infinity", _all_smoothed)]
+KNOWN: list[Known] = []
 KNOWN_FILES: list[Known] = []
 
 

@@ -833,3 +833,15 @@ def test_the_op_itself_refuses_what_does_not_fit(device):
     }.items():
         with pytest.raises((RuntimeError, ValueError)):
             OP(*good[:place], bad, *good[place + 1 :])
+
+
+def test_a_target_without_weight_may_have_any_logit(device):
+    """With a smoothing of 1 the target counts nothing: its masked logit is one of all classes' and no NaN."""
+    student = torch.tensor([[0.0, 1.0, -math.inf, 2.0]], device=device)
+    target = torch.tensor([2], device=device)
+    loss = distillation_loss(student, student.clone(), target, 0.0, 1.0, label_smoothing=1.0)
+    assert loss.isposinf()  # the mean over the classes has an infinite term
+    finite = torch.tensor([[0.0, 1.0, 2.0]], device=device)
+    expected = F.cross_entropy(finite.double(), target[:1] * 0 + 2, label_smoothing=1.0)
+    loss = distillation_loss(finite, finite.clone(), target[:1] * 0 + 2, 0.0, 1.0, label_smoothing=1.0)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)

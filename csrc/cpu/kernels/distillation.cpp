@@ -452,7 +452,9 @@ struct Block {
       for (int64_t i = 0; i < count; ++i) {
         if (!is_kept(i)) continue;
         const A log_sum = log_positive(hard_sum.v[i]);
-        A value = certainty * (log_sum - (student[position(i, labels[row + i])] - most.v[i]));
+        // A label that counts nothing may have any logit: 0 times infinity is NaN.
+        A value = A(0);
+        if (certainty != A(0)) value = certainty * (log_sum - (student[position(i, labels[row + i])] - most.v[i]));
         if (smoothing != A(0)) value += smoothing * (log_sum - all.v[i] / static_cast<A>(classes));
         loss.v[i] += hard_scale.v[i] * value;
       }

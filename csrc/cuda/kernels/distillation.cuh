@@ -240,7 +240,10 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
     hard_sum = combined<kThreads>(hard_sum, scratch, Sum());
     all = combined<kThreads>(all, scratch, Sum());
     const A log_sum = log_positive(hard_sum);
-    A value = state.valid ? certainty * (log_sum - (to_accumulate(student[state.label]) - most)) : not_a_number<A>();
+    A value = not_a_number<A>();
+    // A label that counts nothing may have any logit: 0 times infinity is NaN.
+    if (state.valid) value = A(0);
+    if (state.valid && certainty != A(0)) value = certainty * (log_sum - (to_accumulate(student[state.label]) - most));
     if (smoothing != A(0)) value += smoothing * (log_sum - all / static_cast<A>(classes));
     loss += static_cast<A>(o.hard_scale) * value;
   }
