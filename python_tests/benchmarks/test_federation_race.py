@@ -164,7 +164,7 @@ def test_without_scikit_learn_the_race_names_the_extra_and_everything_else_works
     with pytest.raises(ImportError, match=r"PFLlib's metrics are scikit-learn's: pip install 'pfl_ext\[dev\]'"):
         opponents.PFLlib(torch.nn.Linear(1, 1), [], tmp_path, batch_size=1, lr=0.1, classes=2)
     code = "import sys; sys.modules['sklearn'] = None; from pfl_ext.benchmarks import harness; harness.main(['--help'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -37,7 +37,14 @@ def start() -> Iterator[Start]:
     def start(folder: Path, *more: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "pfl_ext", *RUN, "--output", str(folder), *more]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            cwd=folder.parent,  # not the tree's: the installed package is what runs
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # Under nohup it would be ignored, and a run goes on then.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         started.append(process)
         return process

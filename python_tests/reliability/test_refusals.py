@@ -68,14 +68,15 @@ def test_settings_that_no_process_survives_are_refused(
 
 
 @pytest.mark.skipif(_native.isa() is None, reason="no CPU library")
-def test_an_unknown_instruction_set_is_a_line_and_no_traceback() -> None:
+def test_an_unknown_instruction_set_is_a_line_and_no_traceback(tmp_path: Path) -> None:
     environment = os.environ | {"PFL_EXT_ISA": "avx9"}
     command = [sys.executable, "-m", "pfl_ext", "info"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    told: dict[str, Any] = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, **told)
     assert done.returncode == 1
     assert done.stderr.startswith("PFL_EXT_ISA: instruction set 'avx9' is not") and done.stderr.count("\n") == 1
     caught = "try:\n import pfl_ext\nexcept ValueError as error:\n print('caught', error)"
-    done = subprocess.run([sys.executable, "-c", caught], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", caught], check=True, **told)
     assert done.stdout.startswith("caught PFL_EXT_ISA")
 
 
