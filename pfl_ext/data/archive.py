@@ -49,11 +49,12 @@ def read_npz(path: Path) -> Dataset:
 def _dataset(path: Path, archive: Any) -> Dataset:
     names, domains = set(archive.files), tuple[str, ...]()
     for style in STYLES:
-        parts = [part for part in style if part[0] in names]
+        parts = [part for part in style if names & set(part[:2])]  # one without the other is told, not left out
         if parts and not parts[0][2]:
             break
     else:
-        found = [name.removeprefix("x_") for name in archive.files if name.startswith("x_")]
+        samples_first = sorted(archive.files, key=lambda name: not name.startswith("x_"))
+        found = dict.fromkeys(name[2:] for name in samples_first if name.startswith(("x_", "y_")))
         domains = _names(archive, "domains") if "domains" in names else tuple(found)
         parts = [(f"x_{domain}", f"y_{domain}", False) for domain in domains]
     missing = [name for part in parts for name in part[:2] if name not in names]

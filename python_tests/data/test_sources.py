@@ -365,6 +365,8 @@ X, Y = pixels(4, 5, 5), np.array([0, 1, 0, 1])
         ({"weights": np.zeros(3)}, "has weights; accepted are"),
         ({}, "has nothing in it"),
         ({"x_art": X}, "lacks y_art"),
+        ({"x_art": X, "y_art": Y, "y_ink": Y}, "lacks x_ink"),
+        ({"x_train": X, "y_train": Y, "y_test": Y}, "lacks x_test"),
         ({"x_art": X, "y_art": Y, "x_ink": pixels(4, 6, 6), "y_ink": Y}, "x_ink is uint8"),
         ({"x_train": X, "y_train": Y[:3]}, "with 3 entries in y_train"),
         ({"x_train": np.array([object()] * 4), "y_train": Y}, "x_train is no plain array.*pickle"),
