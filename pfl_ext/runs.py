@@ -17,7 +17,7 @@ from torch import Tensor
 from .data import Dataset, Partition
 from .engines import EngineOptions, InProcess
 from .experiment import Experiment
-from .federation import Client, Task, WorkingModel, stream
+from .federation import Client, Request, WorkingModel, stream
 from .reports import (
     LOCK,
     Progress,
@@ -217,7 +217,7 @@ class SavedModels:
         assert isinstance(engine, InProcess)
         self.model: WorkingModel = engine.runtime.model
         self.client: Client
-        self.client, received = engine.runtime.begin(Task(client, federation.round, "evaluate"))
+        self.client, received = engine.runtime.begin(Request(client, federation.round, "evaluate"))
         self.states: dict[str, Tensor] = engine.runtime.models(self.client, received)
 
     def samples(self, split: str, most: int, seed: int) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset
-from pfl_ext.federation import ClientRuntime, ClientStore, Plan, Reply, Task
+from pfl_ext.federation import ClientRuntime, ClientStore, Plan, Reply, Request
 from pfl_ext.federation.engine import in_files, store_folder
 from pfl_ext.federation.mapped import LARGE, MappedTensor, opened, scratch_folder
 from pfl_ext.federation.messages import Vector
@@ -138,22 +138,22 @@ class _Worker:
         self.runtime = ClientRuntime(plan, store, self._deliver)
         self.runtime.server = {name: file.open() for name, file in server.items()}
 
-    def _deliver(self, task: Task, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
+    def _deliver(self, request: Request, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
         if self._files:  # they may wait long until they are needed, or be more than memory holds
-            return in_files(vectors, self._folder, task, kind, large=0)
-        if task.round != self._round:  # what was sent in the round before is not needed any more
-            self._round, self._used = task.round, 0
+            return in_files(vectors, self._folder, request, kind, large=0)
+        if request.round != self._round:  # what was sent in the round before is not needed any more
+            self._round, self._used = request.round, 0
         self._used += 1
         label = f"{os.getpid()}-{self._used}-{kind}"
         return {name: self._slots.write(f"{label}-{name}", vector) for name, vector in vectors.items()}
 
-    def __call__(self, tasks: Sequence[Task]) -> list[Reply]:
-        """Carry out several tasks."""
+    def __call__(self, requests: Sequence[Request]) -> list[Reply]:
+        """Carry out several requests."""
         replies = []
-        for task in tasks:
-            reply = self.runtime(task)
-            if reply.outputs is not None and task.rows is not None:
-                label = "-".join(map(str, task.rows[1:]))
+        for request in requests:
+            reply = self.runtime(request)
+            if reply.outputs is not None and request.rows is not None:
+                label = "-".join(map(str, request.rows[1:]))
                 names = ("logits", "targets")
                 outputs = (opened(x) for x in reply.outputs)
                 files = [self._slots.write(f"{n}-{label}", x) for n, x in zip(names, outputs, strict=True)]
@@ -194,15 +194,15 @@ def _ready(_: int) -> int:
     return os.getpid()
 
 
-def _carry_out(tasks: Sequence[Task]) -> list[Reply]:
-    return _worker(tasks)
+def _carry_out(requests: Sequence[Request]) -> list[Reply]:
+    return _worker(requests)
 
 
 # ---- in the parent ---------------------------------------------------------------------------------------------------
 
 
 class Workers(Here):
-    """Runs tasks in several processes; the bits are those of one process.
+    """Runs requests in several processes; the bits are those of one process.
 
     The processes are the standard library's pool. They are spawned: a script that makes workers must guard its entry
     point by ``__name__ == "__main__"``.
@@ -269,34 +269,34 @@ class Workers(Here):
         except BrokenProcessPool:
             self._lost("while they started")
 
-    def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
-        """The replies in the order of the tasks; the longest ones begin first, several short ones are one message."""
+    def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
+        """The replies in the order of the requests; longest ones begin first, several short ones are one message."""
         assert self._pool is not None, "publish comes first"
-        order = range(len(tasks)) if costs is None else sorted(range(len(tasks)), key=lambda i: -costs[i])
-        size = max(1, len(tasks) // (_MESSAGES * self.workers))
-        messages = [order[begin : begin + size] for begin in range(0, len(tasks), size)]
+        order = range(len(requests)) if costs is None else sorted(range(len(requests)), key=lambda i: -costs[i])
+        size = max(1, len(requests) // (_MESSAGES * self.workers))
+        messages = [order[begin : begin + size] for begin in range(0, len(requests), size)]
         place = {i: (number, j) for number, message in enumerate(messages) for j, i in enumerate(message)}
         try:
-            found = [self._pool.submit(_carry_out, [self._portable(tasks[i]) for i in some]) for some in messages]
-            for i in range(len(tasks)):
+            found = [self._pool.submit(_carry_out, [self._portable(requests[i]) for i in some]) for some in messages]
+            for i in range(len(requests)):
                 number, j = place[i]
                 yield found[number].result()[j]
         except BrokenProcessPool:
-            self._lost(f"in the stage {tasks[0].stage!r} of round {tasks[0].round}")
+            self._lost(f"in the stage {requests[0].stage!r} of round {requests[0].round}")
 
-    def _portable(self, task: Task) -> Task:
-        """A task whose vectors are all in files."""
-        if not task.sent and task.received is None:
-            return task
+    def _portable(self, request: Request) -> Request:
+        """A request whose vectors are all in files."""
+        if not request.sent and request.received is None:
+            return request
 
         def in_slots(vectors: Mapping[str, Vector], kind: str) -> dict[str, Vector]:
             return {
-                name: self._slots.write(f"{kind}-{task.client}-{name}", v) if isinstance(v, Tensor) else v
+                name: self._slots.write(f"{kind}-{request.client}-{name}", v) if isinstance(v, Tensor) else v
                 for name, v in vectors.items()
             }
 
-        received = None if task.received is None else in_slots(task.received, "received")
-        return dataclasses.replace(task, sent=in_slots(task.sent, "task"), received=received)
+        received = None if request.received is None else in_slots(request.received, "received")
+        return dataclasses.replace(request, sent=in_slots(request.sent, "request"), received=received)
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
         """Of what the workers have written; of a mapped store's uploads in pieces."""

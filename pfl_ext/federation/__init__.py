@@ -7,7 +7,7 @@ from .engine import Engine, InProcess
 from .evaluation import ClientResult
 from .federation import Federation, Record
 from .interruption import Interrupted
-from .messages import Diverged, Reply, Stage, Task, Work
+from .messages import Diverged, Reply, Request, Stage, Work
 from .method import Method
 from .model import Part, WorkingModel
 from .options import Options, option
@@ -44,12 +44,12 @@ __all__ = [
     "Plan",
     "Record",
     "Reply",
+    "Request",
     "Server",
     "Settings",
     "Span",
     "Stage",
     "Steps",
-    "Task",
     "Timeline",
     "Uploads",
     "Work",

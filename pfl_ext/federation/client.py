@@ -62,7 +62,7 @@ class Client:
     Attributes:
         index: the client's number.
         round: the round, from 1.
-        stage: what the turn is for, the stage of its task; ``"personal"`` also beside the upload of ``"train"``.
+        stage: what the turn is for, the stage of its request; ``"personal"`` also beside the upload of ``"train"``.
         model: the working model. It holds whatever the last client left: load a state first.
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).

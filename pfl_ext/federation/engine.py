@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .mapped import LARGE, MappedTensor, scratch_folder
-from .messages import Reply, Task, Vector
+from .messages import Reply, Request, Vector
 from .plan import Plan
 from .runtime import ClientRuntime, threads
 from .store import ClientStore
@@ -20,7 +20,7 @@ __all__ = ["Engine", "InProcess"]
 
 
 class Engine(VectorAccess, Protocol):
-    """Runs clients' tasks and owns what clients keep. ``docs/extending.md`` shows how to write one.
+    """Runs clients' requests and owns what clients keep. ``docs/extending.md`` shows how to write one.
 
     What comes out of a run does not depend on the engine, to the bit.
     """
@@ -29,10 +29,10 @@ class Engine(VectorAccess, Protocol):
         """Make clients' runtimes, each client with its initial vectors. Called once, before all others."""
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
-        """Make the server's vectors visible to the tasks that follow."""
+        """Make the server's vectors visible to the requests that follow."""
 
-    def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
-        """The replies, in the order of the tasks.
+    def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
+        """The replies, in the order of the requests.
 
         ``costs`` says how long each takes, in any unit, so that none of the longest is left alone at the end.
         """
@@ -48,7 +48,7 @@ class Engine(VectorAccess, Protocol):
 
 
 class InProcess(Here):
-    """All tasks in this process, one after the other."""
+    """All requests in this process, one after the other."""
 
     def start(self, plan: Plan) -> None:
         """One runtime for all clients."""
@@ -61,21 +61,21 @@ class InProcess(Here):
         self._uploads: Path | None = scratch_folder(self, 1 << 62) if mapped else None
         self.runtime = ClientRuntime(plan, self.store, self._deliver)
 
-    def _deliver(self, task: Task, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
-        return vectors if self._uploads is None else in_files(vectors, self._uploads, task, kind)
+    def _deliver(self, request: Request, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
+        return vectors if self._uploads is None else in_files(vectors, self._uploads, request, kind)
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Let the runtime see them."""
         self.runtime.server = server
 
-    def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
+    def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies, one after the other."""
         random_state = torch.get_rng_state()
         try:
-            for task in tasks:
+            for request in requests:
                 # Not across the yield: whoever takes the replies computes with all threads.
                 with threads(self._threads):
-                    reply = self.runtime(task)
+                    reply = self.runtime(request)
                 yield reply
         finally:
             torch.set_rng_state(random_state)
@@ -98,11 +98,11 @@ def store_folder(owner: object, plan: Plan) -> Path:
 
 
 def in_files(
-    vectors: Mapping[str, Tensor], folder: Path, task: Task, kind: str, large: int = LARGE
+    vectors: Mapping[str, Tensor], folder: Path, request: Request, kind: str, large: int = LARGE
 ) -> Mapping[str, Vector]:
     """Vectors with those of at least ``large`` bytes in files of their own."""
     return {
-        name: MappedTensor.copy(vector, folder / f"{kind}-{name}-{task.client}-{task.round}")
+        name: MappedTensor.copy(vector, folder / f"{kind}-{name}-{request.client}-{request.round}")
         if vector.nbytes >= large
         else vector
         for name, vector in vectors.items()

@@ -15,7 +15,7 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.metrics import classification_metrics, mean_metrics, summarize
 
 from .engine import Engine
-from .messages import Diverged, Reply, SharedTest, Task
+from .messages import Diverged, Reply, Request, SharedTest
 from .rounds import diverged
 from .settings import Settings
 
@@ -23,7 +23,7 @@ __all__ = ["SPLITS", "ClientResult", "Evaluator"]
 
 SPLITS = ("train", "validation", "test")
 """The parts of a client's data."""
-_GLOBAL_TEST_PART = 2048  # samples of the global test set in one task
+_GLOBAL_TEST_PART = 2048  # samples of the global test set in one request
 
 Models = dict[str, dict[str, dict[str, Any]]]
 """{model: {split: {metric: summary over clients}}}"""
@@ -80,7 +80,7 @@ class Evaluator:
         clients = range(len(self.sizes))
         splits = SPLITS if self.settings.evaluate_train else SPLITS[1:]
         costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
-        replies = list(self.engine.run([Task(k, t, "evaluate") for k in clients], costs))
+        replies = list(self.engine.run([Request(k, t, "evaluate") for k in clients], costs))
         for reply in replies:
             diverged(self.settings, reply)  # where such clients are dropped, what they have no results of is missing
         late = self.settings.new_clients > 0
@@ -106,8 +106,8 @@ class Evaluator:
         found = []
         for part, (_, rows) in enumerate(self.tests.get(test, ())):
             if len(rows):
-                tasks = [Task(0, 0, "test", rows=some) for some in _pieces(test, part, len(rows))]
-                outputs = [reply.outputs for reply in self.engine.run(tasks) if reply.outputs is not None]
+                requests = [Request(0, 0, "test", rows=some) for some in _pieces(test, part, len(rows))]
+                outputs = [reply.outputs for reply in self.engine.run(requests) if reply.outputs is not None]
                 logits, targets = (
                     torch.cat([self.engine.fetch(x) for x in both]) for both in zip(*outputs, strict=True)
                 )

@@ -22,7 +22,7 @@ from .engine import Engine, InProcess
 from .evaluation import ClientResult, Evaluator
 from .identity import identity_of
 from .interruption import Interrupted, interruptible
-from .messages import Diverged, Task
+from .messages import Diverged, Request
 from .method import Method
 from .plan import Plan
 from .requirements import check_buffers, check_run, usable_device
@@ -209,7 +209,7 @@ class Federation:
     def _personalize_some(self) -> None:
         """What the next clients do on their own after the last round."""
         group = range(self._state.personalized, min(self._state.personalized + _GROUP, self.partition.clients))
-        for reply in self.engine.run([Task(k, self.round, "finish") for k in group]):
+        for reply in self.engine.run([Request(k, self.round, "finish") for k in group]):
             for name, count in received([reply]).items():
                 self._state.received_last[name] += count
             self._state.dropped_last += [reply.client] if diverged(self.settings, reply) else []

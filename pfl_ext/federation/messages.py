@@ -1,4 +1,4 @@
-"""What passes between the loop and the clients, wherever these are: a task goes out, a reply comes back."""
+"""What passes between the loop and the clients, wherever these are: a request goes out, a reply comes back."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .mapped import MappedTensor
 
-__all__ = ["Diverged", "Protocol", "Reply", "SharedTest", "Stage", "Task", "Vector", "Work"]
+__all__ = ["Diverged", "Protocol", "Reply", "Request", "SharedTest", "Stage", "Vector", "Work"]
 
 Protocol: TypeAlias = Literal["compute-and-wait", "wait-free", "until-arrival"]
 """When a client trains its personal model (:mod:`.clock`)."""
 
 Stage: TypeAlias = Literal["train", "personal", "rest", "finish", "keep", "evaluate", "test"]
-"""What a task asks for.
+"""What a request asks for.
 
 ========  ==============================================================================================================
 train     a selected client's turn: ``Method.train``, and ``Method.personalize`` where that runs beside the upload
@@ -79,7 +79,7 @@ _NO_WORK = Work(0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Request:
     """One thing that is asked of one client."""
 
     client: int
@@ -99,13 +99,13 @@ class Task:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of a task."""
+    """What came of a request."""
 
     client: int
     sent: Mapping[str, Vector] = field(default_factory=dict)
     """What the client sends to the server."""
     kept: Mapping[str, Vector] = field(default_factory=dict)
-    """What it is to keep later, in an asynchronous run: a task ``keep`` brings it back."""
+    """What it is to keep later, in an asynchronous run: a request ``keep`` brings it back."""
     report: dict[str, float] = field(default_factory=dict)
     """Numbers that the method reports of the turn."""
     metrics: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .clock import PROTOCOLS, Clock, Timeline
 from .engine import Engine
 from .flight import Flight, Flying
-from .messages import Diverged, Reply, Stage, Task, Vector, Work
+from .messages import Diverged, Reply, Request, Stage, Vector, Work
 from .method import Method
 from .settings import Schedule, Settings
 from .streams import stream
@@ -136,8 +136,8 @@ class Synchronous:
         return Round(uploads, works, replies, reports, trained, dropped)
 
     def _run(self, stage: Stage, t: int, clients: Sequence[int]) -> list[Reply]:
-        tasks = [Task(k, t, stage) for k in clients]
-        return list(self.engine.run(tasks, [self.samples[k] for k in clients]))
+        requests = [Request(k, t, stage) for k in clients]
+        return list(self.engine.run(requests, [self.samples[k] for k in clients]))
 
     def _until_arrival(
         self, t: int, arrived: Sequence[Reply], reports: dict[int, dict[str, float]], dropped: list[int]
@@ -145,11 +145,11 @@ class Synchronous:
         """Clients train their own models until the new global one arrives."""
         works = [reply.work for reply in arrived]
         room = self.timelines["until-arrival"].room(works)
-        tasks = [
-            Task(reply.client, t, "personal", sent=reply.sent, budget=samples)
+        requests = [
+            Request(reply.client, t, "personal", sent=reply.sent, budget=samples)
             for reply, samples in zip(arrived, room, strict=True)
         ]
-        for i, reply in enumerate(self.engine.run(tasks, room)):
+        for i, reply in enumerate(self.engine.run(requests, room)):
             if diverged(self.settings, reply):
                 dropped.append(reply.client)  # what it has sent counts all the same
                 continue
@@ -210,8 +210,8 @@ class Asynchronous:
 
         def begin(clients: list[int], numbers: list[int]) -> list[Reply]:
             self._keep()
-            tasks = [Task(k, number, "train") for k, number in zip(clients, numbers, strict=True)]
-            begun = list(self.engine.run(tasks))
+            requests = [Request(k, number, "train") for k, number in zip(clients, numbers, strict=True)]
+            begun = list(self.engine.run(requests))
             replies.extend(begun)
             return begun
 
@@ -242,7 +242,7 @@ class Asynchronous:
     def _keep(self) -> None:
         """Let clients keep what they have trained by now."""
         due = self.flight.due()
-        list(self.engine.run([Task(client, 0, "keep", sent=kept) for client, kept in due]))
+        list(self.engine.run([Request(client, 0, "keep", sent=kept) for client, kept in due]))
         for _, kept in due:
             for vector in kept.values():
                 self.engine.release(vector)

@@ -1,4 +1,4 @@
-"""What happens where a client is: a task comes in, a reply goes out. The same object in every engine."""
+"""What happens where a client is: a request comes in, a reply goes out. The same object in every engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pfl_ext.ops import all_finite
 
 from .client import Client, logits_of
 from .mapped import opened
-from .messages import Diverged, Reply, Stage, Task, Vector, Work
+from .messages import Diverged, Reply, Request, Stage, Vector, Work
 from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
@@ -22,7 +22,7 @@ from .streams import seed_of
 __all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads"]
 
 Vectors = Mapping[str, Tensor]
-Deliver = Callable[[Task, str, Vectors], Mapping[str, Vector]]
+Deliver = Callable[[Request, str, Vectors], Mapping[str, Vector]]
 """Brings vectors on their way to the server's side, in a file or in memory that processes share: ``"sent"`` ones, or
 ``"kept"`` ones of an asynchronous turn."""
 
@@ -56,7 +56,7 @@ def seed_layers(seed: int, device: torch.device) -> None:
 
 
 class ClientRuntime:
-    """Carries out the tasks of clients, one at a time.
+    """Carries out the requests of clients, one at a time.
 
     Args:
         plan: what clients do, and the data of those that it may be asked for. It owns the plan's module from now on.
@@ -68,7 +68,9 @@ class ClientRuntime:
         server: the server's vectors, as the engine has published them.
     """
 
-    def __init__(self, plan: Plan, store: ClientStore, deliver: Deliver = lambda task, kind, vectors: vectors) -> None:
+    def __init__(
+        self, plan: Plan, store: ClientStore, deliver: Deliver = lambda request, kind, vectors: vectors
+    ) -> None:
         """See the class."""
         self.plan, self.store, self.deliver = plan, store, deliver
         self.method, self.settings = plan.method, plan.settings
@@ -78,7 +80,7 @@ class ClientRuntime:
         self._uplink = ThreadPoolExecutor(1, "upload")  # its thread begins with the first upload
         stays = self.model.stays
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
-        self._stages: dict[Stage, Callable[[Task, Client, Vectors], Reply]] = {
+        self._stages: dict[Stage, Callable[[Request, Client, Vectors], Reply]] = {
             "train": self._train,
             "personal": self._personalize,
             "rest": self._personalize,
@@ -86,37 +88,37 @@ class ClientRuntime:
             "evaluate": self._evaluate,
         }
 
-    def __call__(self, task: Task) -> Reply:
-        """Carry out a task. A divergence is a reply; any other error is raised as it is."""
-        if task.stage == "test":
-            return self._test(task)
-        if task.stage == "keep":
-            for name, vector in task.sent.items():
-                self.store.write(task.client, name, opened(vector))
-            return Reply(task.client)
-        client, received = self.begin(task)
+    def __call__(self, request: Request) -> Reply:
+        """Carry out a request. A divergence is a reply; any other error is raised as it is."""
+        if request.stage == "test":
+            return self._test(request)
+        if request.stage == "keep":
+            for name, vector in request.sent.items():
+                self.store.write(request.client, name, opened(vector))
+            return Reply(request.client)
+        client, received = self.begin(request)
         try:
-            reply = self._stages[task.stage](task, client, received)
+            reply = self._stages[request.stage](request, client, received)
         except Diverged as error:
-            reply = Reply(task.client, error=error)
+            reply = Reply(request.client, error=error)
         reply.received = {name: vector.numel() for name, vector in received.items()}
         up, down = (sum(vector.nbytes for vector in vectors.values()) for vectors in (reply.sent, received))
-        reply.work = Work(task.client, client.trained, client.trained_personally, up, down)
+        reply.work = Work(request.client, client.trained, client.trained_personally, up, down)
         reply.trained_parameters = client.trained_parameters
         return reply
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def begin(self, task: Task) -> tuple[Client, dict[str, Tensor]]:
+    def begin(self, request: Request) -> tuple[Client, dict[str, Tensor]]:
         """A client at the beginning of its turn, and what it receives."""
-        settings, k = self.settings, task.client
-        seed_layers(seed_of(settings.seed, "layers", task.round, k), self.model.device)
+        settings, k = self.settings, request.client
+        seed_layers(seed_of(settings.seed, "layers", request.round, k), self.model.device)
         plan = self.plan
-        client = Client(k, task.round, task.stage, self.model, plan.dataset, plan.rows[k], self.store, settings)
-        if task.received is None:
-            received = self.method.sends(self.server, k, task.stage)
+        client = Client(k, request.round, request.stage, self.model, plan.dataset, plan.rows[k], self.store, settings)
+        if request.received is None:
+            received = self.method.sends(self.server, k, request.stage)
         else:
-            received = {name: opened(vector) for name, vector in task.received.items()}
+            received = {name: opened(vector) for name, vector in request.received.items()}
         if self._has_local:
             received = {name: self._with_own_buffers(client, vector) for name, vector in received.items()}
         return client, received
@@ -133,8 +135,8 @@ class ClientRuntime:
         if self._has_local:
             client[LOCAL_BUFFERS] = self.model.state()[self.model.local]
 
-    def _train(self, task: Task, client: Client, received: Vectors) -> Reply:
-        """A selected client's turn, without its personal part where that is a task of its own."""
+    def _train(self, request: Request, client: Client, received: Vectors) -> Reply:
+        """A selected client's turn, without its personal part where that is a request of its own."""
         measured = self.settings.evaluate_local
         before = self._measure(client, "before", received["model"]) if measured and "model" in received else {}
         sent = self.method.train(client, received)
@@ -151,12 +153,12 @@ class ClientRuntime:
         self._keep_own_buffers(client)
         protocol = self.settings.protocol
         if not self._personal or protocol == "until-arrival":
-            delivered = self.deliver(task, "sent", sent)
+            delivered = self.deliver(request, "sent", sent)
         elif protocol == "compute-and-wait":
             self._train_personally(client, received, sent)
-            delivered = self.deliver(task, "sent", sent)
+            delivered = self.deliver(request, "sent", sent)
         else:
-            arriving = self._uplink.submit(self.deliver, task, "sent", sent)
+            arriving = self._uplink.submit(self.deliver, request, "sent", sent)
             try:
                 self._train_personally(client, received, sent)
             finally:
@@ -166,7 +168,7 @@ class ClientRuntime:
             self._commit(client)
         else:  # kept when the turn is over by the clock
             self._check(client)
-            reply.kept = self.deliver(task, "kept", client.changes)
+            reply.kept = self.deliver(request, "kept", client.changes)
         return reply
 
     def _train_personally(self, client: Client, received: Vectors, sent: Vectors, budget: int | None = None) -> None:
@@ -174,14 +176,14 @@ class ClientRuntime:
         client.begin_personal(budget)
         self.method.personalize(client, received, sent)
 
-    def _personalize(self, task: Task, client: Client, received: Vectors) -> Reply:
+    def _personalize(self, request: Request, client: Client, received: Vectors) -> Reply:
         """What a client does for its own model by itself."""
-        if task.stage == "finish":
+        if request.stage == "finish":
             self.method.personalize(client, received, {})
             self._keep_own_buffers(client)
         else:
-            sent = {name: opened(vector) for name, vector in task.sent.items()}
-            self._train_personally(client, received, sent, task.budget)
+            sent = {name: opened(vector) for name, vector in request.sent.items()}
+            self._train_personally(client, received, sent, request.budget)
         self._commit(client)
         return Reply(client.index, report=client.report)
 
@@ -213,7 +215,7 @@ class ClientRuntime:
         found = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
         return found | self.method.models(client, received)
 
-    def _evaluate(self, task: Task, client: Client, received: Vectors) -> Reply:
+    def _evaluate(self, request: Request, client: Client, received: Vectors) -> Reply:
         """Metrics of the client's models; nothing that is kept changes."""
         s = self.settings
         splits = ("test", "validation") + (("train",) if s.evaluate_train else ())
@@ -224,7 +226,7 @@ class ClientRuntime:
             sets = {split: [(self.plan.dataset, getattr(client, split))] for split in splits}
             if s.personal_global_test and (name == "personal" or (name == "global" and s.prediction_distance)):
                 # Extra test sets once: CIFAR-10-C has 950,000 images, for every client's model.
-                last = task.round == s.rounds
+                last = request.round == s.rounds
                 sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
             for split, parts in sets.items():
                 results = [client.logits(rows, data) for data, rows in parts if len(rows)]
@@ -246,12 +248,12 @@ class ClientRuntime:
                 reply.metrics[name, split] |= mean_metrics(apart)
         return reply
 
-    def _test(self, task: Task) -> Reply:
+    def _test(self, request: Request) -> Reply:
         """What the global model makes of samples that belong to no client."""
-        assert task.rows is not None
-        dataset, rows = self.plan.tests[task.rows.test][task.rows.part]
+        assert request.rows is not None
+        dataset, rows = self.plan.tests[request.rows.test][request.rows.part]
         state = self.method.global_model(self.server, self.model)
         assert state is not None
         self.model.load(state)
-        part = rows[task.rows.begin : task.rows.end]
-        return Reply(task.client, outputs=logits_of(self.model, dataset, part))
+        part = rows[request.rows.begin : request.rows.end]
+        return Reply(request.client, outputs=logits_of(self.model, dataset, part))

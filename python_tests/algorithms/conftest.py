@@ -8,7 +8,7 @@ from by_hand import Turn
 from torch import nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, ClientRuntime, ClientStore, Method, Plan, Server, Settings, Stage, Task
+from pfl_ext.federation import Client, ClientRuntime, ClientStore, Method, Plan, Request, Server, Settings, Stage
 from pfl_ext.federation.client import Rows
 
 
@@ -50,6 +50,6 @@ def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Turn:
         server = Server(network, settings, len(rows))
         method.set_up(server)
         runtime.server = server
-        return runtime, runtime.begin(Task(client, round, stage))[0]
+        return runtime, runtime.begin(Request(client, round, stage))[0]
 
     return make

@@ -12,7 +12,7 @@ from torch import nn
 from pfl_ext import nn as networks
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import ClientRuntime, ClientStore, Federation, Method, Plan, Server, Settings, Task
+from pfl_ext.federation import ClientRuntime, ClientStore, Federation, Method, Plan, Request, Server, Settings
 from pfl_ext.federation.client import Rows
 
 RESNET18 = 11_181_642
@@ -44,7 +44,7 @@ def _trained_parameters(method: Method, network: nn.Module) -> int:
     plan = Plan(method, copy.deepcopy(network), images, {0: Rows(torch.arange(2), nothing, nothing)}, Settings())
     runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
     runtime.server = server
-    reply = runtime(Task(0, 1, "train"))
+    reply = runtime(Request(0, 1, "train"))
     assert reply.error is None
     return reply.trained_parameters
 

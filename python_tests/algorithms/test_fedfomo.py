@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pfl_ext.algorithms import FedAvg, FedFomo
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Federation, Server, Settings, Task, Uploads
+from pfl_ext.federation import Client, Federation, Request, Server, Settings, Uploads
 
 
 def _method(**options: Any) -> FedFomo:
@@ -162,7 +162,7 @@ def test_a_client_that_never_took_part_is_evaluated_with_what_it_would_begin_fro
     assert method.sends(run.server, 0, "evaluate") == {}
     received = method.sends(run.server, 2, "evaluate")
     assert sorted(received) == ["model/0", "model/1"]
-    client, found = runtime.begin(Task(2, 6, "evaluate"))
+    client, found = runtime.begin(Request(2, 6, "evaluate"))
     state = runtime.models(client, found)["personal"]
     initial = run.server["models"][2]
     client.model.load(state)

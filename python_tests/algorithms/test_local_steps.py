@@ -20,9 +20,9 @@ from pfl_ext.federation import (
     ClientRuntime,
     ClientStore,
     Plan,
+    Request,
     Settings,
     Steps,
-    Task,
     WorkingModel,
     sam,
 )
@@ -186,7 +186,7 @@ def test_what_is_added_has_no_noise(dataset: Dataset, partition: Partition, netw
         plan = Plan(method, copy.deepcopy(network), dataset, rows, settings)
         runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
         runtime.server = {"model": runtime.model.state()}
-        client, received = runtime.begin(Task(0, 1, "train"))
+        client, received = runtime.begin(Request(0, 1, "train"))
         client.model.load(received["model"])
         added = scale * torch.linspace(-5, 4, client.model.size, dtype=torch.float64)
         Steps(client, method, add=client.model.tensors(added)).train()

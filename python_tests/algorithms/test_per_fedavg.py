@@ -10,7 +10,7 @@ from torch import nn
 
 from pfl_ext.algorithms import FedAvg, PerFedAvg
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Federation, InProcess, Settings, Task, Uploads
+from pfl_ext.federation import Client, Federation, InProcess, Request, Settings, Uploads
 
 
 def _step(client: Client, w: torch.Tensor, batches: Any, alpha: float, delta: float | None) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_labels_of_test_and_validation_data_change_no_model(
         method = PerFedAvg(lr=LR, batch_size=4, alpha=0.3)
         run = Federation(method, network, data, cut, Settings(rounds=2), engine=engine)
         run.run()
-        evaluated = engine.runtime.models(*engine.runtime.begin(Task(1, 2, "evaluate")))
+        evaluated = engine.runtime.models(*engine.runtime.begin(Request(1, 2, "evaluate")))
         found.append([run.server["model"], evaluated["personal"]])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

@@ -30,9 +30,9 @@ from pfl_ext.federation import (
     ForeignCheckpoint,
     InProcess,
     Record,
+    Request,
     Server,
     Settings,
-    Task,
     Uploads,
     WorkingModel,
 )
@@ -526,7 +526,7 @@ def test_statistics_that_stay_with_clients_are_their_own(
     run.run()
     assert torch.equal(run.server["model"][-13:], before[-13:])  # nobody has sent any
     assert not torch.equal(run.server["model"][:-13], before[:-13])
-    own = [engine.runtime.models(*engine.runtime.begin(Task(k, 2, "evaluate")))["global"] for k in range(2)]
+    own = [engine.runtime.models(*engine.runtime.begin(Request(k, 2, "evaluate")))["global"] for k in range(2)]
     assert all(torch.equal(state[:-13], run.server["model"][:-13]) for state in own)
     # All but the counter, of two batches in each of two turns.
     assert not (own[0][-13:-1] == own[1][-13:-1]).any() and own[0][-1] == own[1][-1] == 4

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import SCD, Ditto, FedAvg, FedRoD, Standalone
-from pfl_ext.federation import Client, ClientRuntime, Federation, InProcess, Settings, Task, fine_tune
+from pfl_ext.federation import Client, ClientRuntime, Federation, InProcess, Request, Settings, fine_tune
 
 
 def _whole_turn(runtime: ClientRuntime, client: Client, received: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,6 +179,6 @@ def test_new_clients_fine_tune_the_generic_model_and_others_keep_their_own(
     for k in (0, 1):
         assert torch.equal(tuned.store.read(k, "personal"), untuned.store.read(k, "personal"))
     assert not untuned.store.written(2, "personal")
-    client, _ = untuned.runtime.begin(Task(2, 2, "finish"))
+    client, _ = untuned.runtime.begin(Request(2, 2, "finish"))
     fine_tune(client, method, plain.server["model"], 5)
     assert torch.equal(tuned.store.read(2, "personal"), client["personal"])

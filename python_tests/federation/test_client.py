@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, ClientRuntime, ClientStore, Plan, Settings, Task, WorkingModel
+from pfl_ext.federation import Client, ClientRuntime, ClientStore, Plan, Request, Settings, WorkingModel
 from pfl_ext.federation.client import Rows
 
 
@@ -108,10 +108,10 @@ def test_what_is_set_is_kept_when_the_turn_ends_without_an_error_and_not_before(
     runtime = ClientRuntime(plan, store)
     runtime.server = {"model": model.state()}
     assert not store.written(0, "v")
-    runtime(Task(0, 1, "train"))
+    runtime(Request(0, 1, "train"))
     assert store.written(0, "v") and store.read(0, "v").tolist() == [1, 1]
     with pytest.raises(ZeroDivisionError):
-        runtime(Task(0, 2, "train"))
+        runtime(Request(0, 2, "train"))
     assert store.read(0, "v").tolist() == [1, 1]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from pfl_ext.algorithms import METHODS, Ditto
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.engines import Workers
-from pfl_ext.federation import Engine, Federation, InProcess, Record, Settings, Task
+from pfl_ext.federation import Engine, Federation, InProcess, Record, Request, Settings
 from pfl_ext.metrics import classification_metrics
 from pfl_ext.reports import ResultsFolder, comparison, recorded
 
@@ -64,7 +64,7 @@ def test_results_are_averaged_over_the_parts(dataset: Dataset, partition: Partit
     models = records[-1]["models"]
     assert isinstance(run.engine, InProcess)
     runtime = run.engine.runtime
-    client, received = runtime.begin(Task(3, run.round, "evaluate"))
+    client, received = runtime.begin(Request(3, run.round, "evaluate"))
     runtime.model.load(runtime.models(client, received)["personal"])
     expected = [classification_metrics(*client.logits(torch.arange(60), part)) for part in parts]
     assert expected[0]["loss"] != expected[1]["loss"]

@@ -34,9 +34,9 @@ from pfl_ext.federation import (
     Plan,
     Record,
     Reply,
+    Request,
     Settings,
     Stage,
-    Task,
     WorkingModel,
     selected_clients,
 )
@@ -210,15 +210,15 @@ class _TwoInOne(InProcess):
         super().publish(server)
         self._second.server = {name: vector.clone() for name, vector in server.items()}
 
-    def run(self, tasks: Sequence[Task], costs: Sequence[int] | None = None) -> Iterator[Reply]:
+    def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         found = {}
-        for place in reversed(range(len(tasks))):
+        for place in reversed(range(len(requests))):
             if place % 2:
-                (found[place],) = super().run([tasks[place]])
+                (found[place],) = super().run([requests[place]])
             else:
                 with threads(self._threads), torch.random.fork_rng(devices=[]):
-                    found[place] = self._second(tasks[place])
-        yield from (found[place] for place in range(len(tasks)))
+                    found[place] = self._second(requests[place])
+        yield from (found[place] for place in range(len(requests)))
 
 
 @pytest.mark.parametrize("name", list(METHODS))

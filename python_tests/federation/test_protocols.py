@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pfl_ext.algorithms import SCD, Ditto, FedAvg, FedRoD
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.engines import Workers
-from pfl_ext.federation import ClientRuntime, Engine, Federation, InProcess, Record, Settings, Task
+from pfl_ext.federation import ClientRuntime, Engine, Federation, InProcess, Record, Request, Settings
 from pfl_ext.federation.rounds import Synchronous
 
 QUICK = {"lr": 0.1, "batch_size": 4}
@@ -85,7 +85,7 @@ def test_the_upload_is_delivered_while_the_personal_model_is_trained(
     training, delivering = threading.Event(), threading.Event()
     order: list[str] = []
 
-    def deliver(task: Task, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def deliver(request: Request, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         assert kind == "sent"
         order.append("upload begins")
         delivering.set()
@@ -107,7 +107,7 @@ def test_the_upload_is_delivered_while_the_personal_model_is_trained(
     run = Federation(Ditto(**QUICK), network, dataset, partition, Settings(rounds=1, protocol=protocol))
     runtime = _runtime(run)
     runtime.deliver = deliver
-    runtime(Task(0, 1, "train"))
+    runtime(Request(0, 1, "train"))
     expected = ["upload begins", "trained", "upload ends"]
     assert order == (expected if protocol == "wait-free" else ["trained", "upload begins", "upload ends"])
 
@@ -116,12 +116,12 @@ def test_an_error_of_the_upload_is_not_lost(dataset: Dataset, partition: Partiti
     run = Federation(Ditto(**QUICK), network, dataset, partition, Settings(rounds=1))
     runtime = _runtime(run)
 
-    def full(task: Task, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def full(request: Request, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         raise OSError("no space left")
 
     runtime.deliver = full
     with pytest.raises(OSError, match="no space"):
-        runtime(Task(0, 1, "train"))
+        runtime(Request(0, 1, "train"))
     assert not runtime.store.written(0, "personal")
 
 
