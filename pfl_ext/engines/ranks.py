@@ -184,7 +184,7 @@ class Ranks:
 
     def broadcast(self, vector: Tensor) -> None:
         """Rank 0's numbers for everybody."""
-        if vector.numel():
+        if vector.numel() and self.size > 1:
             with self._answered():
                 dist.broadcast(as_bytes(vector), 0)
             if self.rank == 0:
