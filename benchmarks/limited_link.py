@@ -117,7 +117,7 @@ def _namespaces() -> Iterator[tuple[str, str]]:
 def _limit(names: Sequence[str], megabits: float) -> None:
     """Let each end send no more than that a second."""
     for name in names:
-        bucket = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "128kb", "latency", "200ms"]
+        bucket = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "limit", "16mb"]
         _called(["ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", name, *bucket])
 
 
