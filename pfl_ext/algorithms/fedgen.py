@@ -19,7 +19,6 @@ from pfl_ext.federation import (
     Steps,
     Uploads,
     WorkingModel,
-    classification_loss,
     option,
 )
 
@@ -56,6 +55,7 @@ class FedGen(Method):
     """
 
     name = "fedgen"
+    needs = "classes"
 
     head: str = option("", "module that is the predictor; empty: the last layer")
     lam: float = option(1.0, "lambda, weight of the generated samples; 0 is FedAvg")
@@ -124,10 +124,8 @@ class FedGen(Method):
         generator.load(received["generator"])
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
-            if batch.targets.dim() == 2:
-                raise ValueError("FedGen generates features of single labels; the data have several labels a sample")
             seen.add_(torch.bincount(batch.targets, minlength=len(seen)))
-            objective = classification_loss(logits, batch.targets)
+            objective = client.task.loss(logits, batch.targets)
             if self.lam == 0 or not counts.any():
                 return objective
             labels, given = self._draw(counts / counts.sum(), stream)

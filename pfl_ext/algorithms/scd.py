@@ -16,7 +16,6 @@ from pfl_ext.federation import (
     Steps,
     Uploads,
     WorkingModel,
-    classification_loss,
     option,
 )
 from pfl_ext.ops import SpectralTeacher, spectral_divergence
@@ -102,12 +101,12 @@ class SCD(NewClients, Method):
     def _taught(self, client: Client, teacher: Tensor, lam: float, tau: float) -> Callable[[Tensor, Batch], Tensor]:
         """CE + lam D(first tau of the working model's spectrum || that of the teacher's)."""
         if lam == 0 or tau == 0:
-            return lambda logits, batch: classification_loss(logits, batch.targets)
+            return lambda logits, batch: client.task.loss(logits, batch.targets)
         spectrum = SpectralTeacher(client.model.tensors(teacher), tau=tau, scope=self.scope)  # type: ignore[arg-type]
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
             divergence = spectral_divergence(client.model.trained, spectrum, form=self.form)  # type: ignore[arg-type]
-            return classification_loss(logits, batch.targets) + lam * divergence
+            return client.task.loss(logits, batch.targets) + lam * divergence
 
         return loss
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["CLASSES", "Dataset", "channel_statistics", "class_names"]
+__all__ = ["CLASSES", "IGNORED", "Dataset", "Inputs", "channel_statistics", "class_names"]
 
 CLASSES = 100_000
 """How many classes there may be: a target beyond is no class number but something else, or damaged."""
+
+IGNORED = -100
+"""The target of a pixel or a token that counts nowhere; torch's losses have the same number."""
+
+Inputs: TypeAlias = Tensor | tuple["Inputs", ...] | Mapping[str, "Inputs"]
+"""What a network takes: a tensor, a tuple of its arguments, or a dictionary of them by their names."""
 
 
 def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,8 +43,21 @@ def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_names(targets: Tensor) -> tuple[str, ...]:
-    """ "0", "1", ... up to the largest class number, or one for each label of multi-label targets."""
-    count = targets.shape[1] if targets.ndim > 1 else int(targets.max()) + 1
+    """ "0", "1", ... up to the largest class number, or one for each label of multi-label targets; none for numbers.
+
+    Raises:
+        ValueError: the targets may be either labels or numbers, or are no class numbers.
+    """
+    if targets.dtype == torch.int64:
+        count = int(targets.max()) + 1
+    else:
+        labels = targets.ndim > 1 and bool(((targets == 0) | (targets == 1)).all())
+        if labels and targets.shape[1] == 1:
+            raise ValueError(
+                f"targets are {targets.dtype} {tuple(targets.shape)}, all 0 or 1: a label or a number to predict? Say "
+                "classes=('its name',) for a label, classes=() for a number"
+            )
+        count = targets.shape[1] if labels else 0
     if count > CLASSES:
         raise ValueError(f"the largest target is {count - 1}; class numbers below {CLASSES:,} are accepted")
     return tuple(map(str, range(count)))
@@ -62,14 +81,16 @@ class Dataset:
     Args:
         name: for people; files give theirs, without the folder.
         inputs: ``[n, ...]``, uint8 (images: channels, height, width) or floating.
-        targets: ``[n]`` int64 class numbers, or ``[n, labels]`` uint8 or floating for multi-label data.
-        classes: a name for each class or label.
+        targets: ``[n]`` int64 class numbers, ``[n, ...]`` int64 for a class of each pixel or token (:data:`IGNORED` for
+            none), ``[n, labels]`` uint8 or floating of zeros and ones for multi-label data, ``[n]`` or ``[n, numbers]``
+            floating for regression.
+        classes: a name for each class or label; none for regression.
         is_test: ``[n]`` bool, the official test part; all False where there is none.
         domain: ``[n]`` int64, where a sample comes from, for feature shift.
         domains: a name for each domain.
         mean, std: a number for each channel ``inputs[:, c]``, in units of ``inputs``; :meth:`batch` applies
             ``(x - mean) / std``. To choose others: ``dataclasses.replace(dataset, mean=..., std=...)``.
-        dtype: of the inputs (and multi-label targets) that :meth:`batch` returns.
+        dtype: of the inputs (and of targets that are no class numbers) that :meth:`batch` returns.
     """
 
     name: str
@@ -102,11 +123,7 @@ class Dataset:
                 raise ValueError(f"{label} is on {tensor.device}, the inputs on {self.inputs.device}; use to()")
         if self.is_test.dtype != torch.bool or self.is_test.ndim != 1:
             raise ValueError(f"is_test is {self.is_test.dtype} {tuple(self.is_test.shape)}; bool [{n}] is accepted")
-        if self.multilabel:
-            if self.targets.shape[1:] != (len(self.classes),):
-                raise ValueError(f"targets are {tuple(self.targets.shape)} for {len(self.classes)} labels")
-        else:
-            _check_numbers("targets", self.targets, len(self.classes), "classes")
+        self._check_targets()
         if self.domain is not None:
             _check_numbers("domain", self.domain, len(self.domains), "domains")
         if (self.mean is None) != (self.std is None):
@@ -131,6 +148,24 @@ class Dataset:
         object.__setattr__(self, "_scale", scale)
         object.__setattr__(self, "_shift", shift)
 
+    def _check_targets(self) -> None:
+        targets, classes = self.targets, len(self.classes)
+        if targets.dtype == torch.int64 and targets.ndim == 1:
+            _check_numbers("targets", targets, classes, "classes")
+        elif targets.dtype == torch.int64:
+            _check_numbers("targets", targets[targets != IGNORED], classes, "classes")
+        elif self.multilabel:
+            if targets.shape[1:] != (classes,):
+                raise ValueError(
+                    f"targets are {targets.dtype} {tuple(targets.shape)} for {classes} labels or classes; accepted is "
+                    "[samples, labels] for labels, int64 for classes"
+                )
+        elif not targets.is_floating_point() or targets.ndim > 2:
+            raise ValueError(
+                f"targets are {targets.dtype} {tuple(targets.shape)} without classes; numbers to predict are floating, "
+                "[samples] or [samples, numbers]"
+            )
+
     def batch(self, indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
         """Normalised inputs and targets of these samples, in this order, on the dataset's device."""
         if not isinstance(indices, Tensor):
@@ -146,7 +181,7 @@ class Dataset:
             x.mul_(self._scale).add_(self._shift)  # in place, in the copy that indexing made
         if x.dtype is not dtype:
             x = x.to(dtype)
-        return x, y.to(dtype) if y.ndim > 1 else y
+        return x, y if y.dtype is torch.int64 else y.to(dtype)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Dataset:
         """The same dataset on another device, with batches of another dtype."""
@@ -270,7 +305,12 @@ class Dataset:
     @property
     def multilabel(self) -> bool:
         """Whether a sample may have several labels, or none."""
-        return self.targets.ndim > 1
+        return self.targets.dtype != torch.int64 and bool(self.classes)
+
+    @property
+    def one_class(self) -> bool:
+        """Whether every sample has one class."""
+        return self.targets.dtype == torch.int64 and self.targets.ndim == 1
 
     @property
     def device(self) -> torch.device:
@@ -306,7 +346,9 @@ class Dataset:
 
         Without ``mean`` and ``std``, uint8 inputs are normalised by the statistics of the training part and floating
         ones are left as they are. ``domain`` numbers the samples of both parts, training samples first. Without
-        ``classes`` the classes are called "0", "1", ... up to the largest target.
+        ``classes`` the classes are called "0", "1", ... up to the largest target. Floating targets that are not all 0
+        or 1 are numbers to predict, and have none; of targets ``[n, 1]`` that are, say which: ``classes=("label",)`` or
+        ``classes=()``.
         """
         if (test_x is None) != (test_y is None):
             raise ValueError("test_x and test_y come together: one of them is None")
@@ -325,9 +367,7 @@ class Dataset:
                 )
             is_test = torch.cat([is_test, is_test.new_ones(len(other_x))])
             x, y = torch.cat([x, other_x]), torch.cat([y, other_y])
-        if y.ndim == 1 and y.is_floating_point():
-            raise ValueError(f"targets are {y.dtype}; class numbers are whole")
-        if y.ndim == 1:
+        if not y.is_floating_point() and (y.ndim == 1 or y.dtype not in (torch.uint8, torch.bool)):
             y = y.to(torch.int64)
         if classes is None:
             classes = class_names(y)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pfl_ext.federation import Engine, InProcess, Options, option
+from pfl_ext.federation import Engine, InProcess
+from pfl_ext.options import Options, option
 
 from .workers import Workers
 

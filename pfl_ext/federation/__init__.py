@@ -1,7 +1,9 @@
 """The federation: what a method is, what a client and the server see, the round loop, checkpoints."""
 
+from pfl_ext.options import Options, option
+
 from .checkpoint import DamagedCheckpoint, ForeignCheckpoint
-from .client import Batch, Client, classification_loss
+from .client import Batch, Client
 from .clock import PROTOCOLS, Clock, Device, Span, Timeline, clock_of
 from .engine import Engine, InProcess
 from .evaluation import ClientResult
@@ -10,7 +12,6 @@ from .interruption import Interrupted
 from .messages import Diverged, Reply, Request, Stage, Work
 from .method import Method
 from .model import Part, WorkingModel
-from .options import Options, option
 from .plan import Plan
 from .rounds import selected_clients
 from .runtime import ClientRuntime, threads
@@ -54,7 +55,6 @@ __all__ = [
     "Uploads",
     "Work",
     "WorkingModel",
-    "classification_loss",
     "clock_of",
     "fine_tune",
     "local_length",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pfl_ext.data import AUGMENTATIONS, Dataset
+from pfl_ext.tasks import Task
 
 from .messages import Stage
 from .model import WorkingModel
@@ -18,7 +18,7 @@ from .settings import Privacy, Settings
 from .store import ClientStore
 from .streams import stream
 
-__all__ = ["Batch", "Client", "Rows", "classification_loss", "logits_of"]
+__all__ = ["Batch", "Client", "Rows", "outputs_of"]
 
 _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
@@ -46,11 +46,8 @@ class Rows(NamedTuple):
     test: Tensor
 
 
-def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy; for multi-label targets [n, labels] the mean binary one."""
-    if targets.dim() == 2:
-        return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))
-    return F.cross_entropy(logits, targets)
+Reduce: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What is kept of a batch's outputs and targets: :meth:`~pfl_ext.tasks.Task.reduce`."""
 
 
 class Client:
@@ -63,6 +60,7 @@ class Client:
         index: the client's number.
         round: the round, from 1.
         stage: what the turn is for, the stage of its request; ``"personal"`` also beside the upload of ``"train"``.
+        task: what is learned: ``client.task.loss(outputs, targets)``.
         model: the working model. It holds whatever the last client left: load a state first.
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
@@ -76,6 +74,7 @@ class Client:
         index: int,
         round: int,
         stage: Stage,
+        task: Task,
         model: WorkingModel,
         dataset: Dataset,
         rows: Rows,
@@ -83,7 +82,7 @@ class Client:
         settings: Settings,
     ) -> None:
         """Made by the runtime."""
-        self.index, self.round, self.stage, self.model = index, round, stage, model
+        self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
         self.train, self.validation, self.test = rows
         self.privacy: Privacy | None = settings.privacy
         self.report: dict[str, float] = {}
@@ -120,8 +119,8 @@ class Client:
 
     def label_counts(self) -> Tensor:
         """How many training samples the client has of each class."""
-        if self._dataset.multilabel:
-            raise ValueError(f"{self._dataset.name} has several labels a sample; one class each is accepted here")
+        if not self._dataset.one_class:
+            raise ValueError(f"the samples of {self._dataset.name} have not one class each, which is needed here")
         return torch.bincount(self._dataset.targets[self.train], minlength=len(self._dataset.classes))
 
     def stream(self, name: str) -> torch.Generator:
@@ -218,29 +217,29 @@ class Client:
         augment, random = AUGMENTATIONS[self._settings.augmentation], self.stream(f"{name}/augmentation")
         return lambda inputs: augment(inputs, random)
 
-    def logits(self, indices: Tensor, dataset: Dataset | None = None) -> tuple[Tensor, Tensor]:
-        """Logits and targets of these samples by the working model as it is, in evaluation mode.
-
-        The samples are the run's, or those of another dataset.
-        """
-        return logits_of(self.model, self._dataset if dataset is None else dataset, indices)
+    def outputs(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (logits, say) and targets of these samples by the working model as it is, in evaluation mode."""
+        return outputs_of(self.model, self._dataset, indices)
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
         if len(indices) == 0:
             return float("nan")
-        return float(classification_loss(*self.logits(indices)))
+        return float(self.task.loss(*self.outputs(indices)))
 
 
 @torch.no_grad()
-def logits_of(model: WorkingModel, dataset: Dataset, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and targets of these samples by a model as it is, in evaluation mode."""
+def outputs_of(
+    model: WorkingModel, dataset: Dataset, indices: Tensor, reduce: Reduce = lambda *both: both
+) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of samples by a model as it is, in evaluation mode, or what ``reduce`` makes of them."""
     training = model.module.training
     model.module.eval()
     parts, targets = [], []
     for part in indices.split(_EVALUATION_BATCH):
         x, y = dataset.batch(part)
-        parts.append(model(x))
+        found, y = reduce(model(x), y)
+        parts.append(found)
         targets.append(y)
     model.module.train(training)
     return torch.cat(parts), torch.cat(targets)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
+
+from pfl_ext.options import Options, option
 
 from .client import Client
 from .messages import Stage
 from .model import WorkingModel
-from .options import Options, option
 from .server import Server
 from .uploads import Uploads
 
@@ -33,6 +34,9 @@ class Method(Options, abc.ABC):
     private: ClassVar[bool] = False
     """Whether clients touch their samples in :meth:`Steps.train` alone, on the labels' loss, so that a run of it can be
     made differentially private."""
+
+    needs: ClassVar[Literal["nothing", "logits", "classes"]] = "nothing"
+    """What the task must have: logits of classes, to distil them; one class for each sample, to count by it."""
 
     needs_validation: ClassVar[bool] = False
     """Whether every client must have validation data."""

@@ -6,17 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
+from pfl_ext.tasks import Task
 
 from .evaluation import SPLITS
 from .method import Method
+from .model import WorkingModel
 from .privacy import refuse_batch_norm
 from .server import Server
 from .settings import Compute, Settings
 
-__all__ = ["check_buffers", "check_run", "usable_device"]
+__all__ = ["check_batch", "check_buffers", "check_run", "usable_device"]
 
 _COLUMNS = ("local test", "std", "global test", "new clients")  # of a model in the tables of comparisons
 
@@ -38,6 +40,7 @@ def usable_device(compute: Compute) -> torch.device:
 
 def check_run(
     method: Method,
+    task: Task,
     module: nn.Module,
     dataset: Dataset,
     partition: Partition,
@@ -54,6 +57,7 @@ def check_run(
             f"{type(method).__name__} chooses models on validation data, and {len(without)} of {partition.clients} "
             f"clients have none (client {without[0]}, say): partition with validation=0.2, or more samples a client"
         )
+    _check_outputs(method, task, settings)
     for name, parts in extra_tests.items():
         _check_extra_test(name, parts, dataset)
     if settings.privacy is not None:
@@ -61,6 +65,42 @@ def check_run(
         if not method.private:
             private = "those whose clients train by plain SGD on the labels, such as fedavg, ditto and perada"
             raise ValueError(f"{method.name} has no differentially private form; {private} have one")
+
+
+def _check_outputs(method: Method, task: Task, settings: Settings) -> None:
+    """Refuse a task whose outputs are not what the method works with."""
+    if (method.needs == "logits" and not task.has_logits) or (method.needs == "classes" and not task.one_class):
+        needed = {"logits": "logits of classes", "classes": "one class for each sample"}[method.needs]
+        raise ValueError(f"{method.name} needs {needed}, and the task {task.name} has none: use another method")
+    if settings.prediction_distance and not task.has_logits:
+        raise ValueError(
+            f"prediction_distance compares probabilities, and the task {task.name} has none; leave the setting out"
+        )
+
+
+@torch.no_grad()
+def check_batch(task: Task, model: WorkingModel, dataset: Dataset, partition: Partition) -> None:
+    """Raise a ValueError if the network cannot take the samples, or if its outputs do not fit the task's targets."""
+    rows = torch.cat([*partition.train])[:2]
+    inputs, targets = dataset.batch(rows)
+    training = model.module.training
+    model.module.eval()
+    try:
+        outputs = model(inputs)
+    except Exception as error:
+        what = f"a batch of {dataset.name!r}, {_shown(inputs)}"
+        raise ValueError(f"the network does not take {what}: {type(error).__name__}: {error}") from error
+    finally:
+        model.module.train(training)
+    task.check_batch(dataset, outputs, targets)
+    loss = task.loss(outputs, targets)
+    if loss.dim() or not loss.is_floating_point():
+        given = f"{loss.dtype} {list(loss.shape)}"
+        raise ValueError(f"the loss of the task {task.name} is {given}; accepted is one floating number, a mean")
+
+
+def _shown(inputs: Tensor) -> str:
+    return f"{str(inputs.dtype).removeprefix('torch.')} {list(inputs.shape)}"
 
 
 def check_buffers(method: Method, server: Server) -> None:

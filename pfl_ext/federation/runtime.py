@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from pfl_ext.metrics import classification_metrics, mean_metrics, prediction_distance
+from pfl_ext.data import Dataset
+from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
-from .client import Client, logits_of
+from .client import Client, outputs_of
 from .mapped import opened
 from .messages import Diverged, Reply, Request, Stage, Vector, Work
 from .plan import LOCAL_BUFFERS, Plan
@@ -73,7 +74,7 @@ class ClientRuntime:
     ) -> None:
         """See the class."""
         self.plan, self.store, self.deliver = plan, store, deliver
-        self.method, self.settings = plan.method, plan.settings
+        self.method, self.task, self.settings = plan.method, plan.task, plan.settings
         self.model = plan.working_model()
         self.server: Vectors = {}
         self._personal = "personal" in self.method.stages
@@ -114,7 +115,9 @@ class ClientRuntime:
         settings, k = self.settings, request.client
         seed_layers(seed_of(settings.seed, "layers", request.round, k), self.model.device)
         plan = self.plan
-        client = Client(k, request.round, request.stage, self.model, plan.dataset, plan.rows[k], self.store, settings)
+        client = Client(
+            k, request.round, request.stage, self.task, self.model, plan.dataset, plan.rows[k], self.store, settings
+        )
         if request.received is None:
             received = self.method.sends(self.server, k, request.stage)
         else:
@@ -204,7 +207,7 @@ class ClientRuntime:
             return {}
         if state is not None:
             self.model.load(state)
-        metrics = classification_metrics(*client.logits(client.test))
+        metrics = self.task.metrics(*self._outputs(self.plan.dataset, client.test))
         return {f"{when}_training/{metric}": value for metric, value in metrics.items()}
 
     # ---- evaluating --------------------------------------------------------------------------------------------------
@@ -229,24 +232,31 @@ class ClientRuntime:
                 last = request.round == s.rounds
                 sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
             for split, parts in sets.items():
-                results = [client.logits(rows, data) for data, rows in parts if len(rows)]
-                if any(bool(logits.isnan().any()) for logits, _ in results):
+                results = [self._outputs(data, rows) for data, rows in parts if len(rows)]
+                if any(bool(outputs.isnan().any()) for outputs, _ in results):
                     # NaN is no accuracy of 0: the model is named, or left out.
                     reply.error = reply.error or Diverged(
                         client.index, client.round, f"{name} model's output on {split}"
                     )
                     continue
                 if s.prediction_distance:
-                    outputs[name, split] = [logits for logits, _ in results]
-                metrics = mean_metrics([classification_metrics(*result) for result in results])
+                    outputs[name, split] = [found for found, _ in results]
+                metrics = mean_metrics([self.task.metrics(*result) for result in results])
                 if metrics:
                     reply.metrics[name, split] = metrics
         for (name, split), own in outputs.items():
             if name == "personal" and own and ("global", split) in outputs:
                 pairs = zip(own, outputs["global", split], strict=True)
-                apart = [{"distance": prediction_distance(p, g, self.plan.dataset.multilabel)} for p, g in pairs]
+                apart = [
+                    {"distance": prediction_distance(*(self.task.probabilities(x.double()) for x in pair))}
+                    for pair in pairs
+                ]
                 reply.metrics[name, split] |= mean_metrics(apart)
         return reply
+
+    def _outputs(self, dataset: Dataset, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What the task's metrics need of the working model on these samples."""
+        return outputs_of(self.model, dataset, rows, self.task.reduce)
 
     def _test(self, request: Request) -> Reply:
         """What the global model makes of samples that belong to no client."""
@@ -256,4 +266,4 @@ class ClientRuntime:
         assert state is not None
         self.model.load(state)
         part = rows[request.rows.begin : request.rows.end]
-        return Reply(request.client, outputs=logits_of(self.model, dataset, part))
+        return Reply(request.client, outputs=self._outputs(dataset, part))

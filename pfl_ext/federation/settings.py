@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import get_args
 
 from pfl_ext.data import AUGMENTATIONS
+from pfl_ext.options import Options, option
 
 from .messages import Protocol
-from .options import Options, option
 
 __all__ = ["ClockOptions", "Compute", "Evaluation", "Privacy", "Schedule", "Settings", "Training"]
 
