@@ -23,7 +23,7 @@ class EngineOptions(Options):
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         super().__post_init__()
-        self.check("workers", self.workers >= 1, "of 1 or more")
+        self.check("workers", 1 <= self.workers <= 1024, "from 1 to 1024")
 
 
 def make_engine(options: EngineOptions) -> Engine:

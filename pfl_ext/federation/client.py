@@ -13,7 +13,7 @@ from pfl_ext.tasks import Task
 
 from .messages import Stage
 from .model import WorkingModel
-from .privacy import sampling
+from .privacy import sampling, secure_uniform
 from .settings import Privacy, Settings
 from .store import ClientStore
 from .streams import stream
@@ -204,7 +204,9 @@ class Client:
         order, augmented = self.stream(name), self._augmentation(name)
         rate, batches = sampling(self.samples, batch_size)
         for _ in range(epochs * batches if steps is None else steps):
-            rows = (torch.rand(self.samples, generator=order) < rate).nonzero().flatten()
+            secure = self.privacy is not None and self.privacy.dp_secure
+            drawn = 1 - secure_uniform(self.samples) if secure else torch.rand(self.samples, generator=order)
+            rows = (drawn < rate).nonzero().flatten()
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
