@@ -205,7 +205,7 @@ class SavedModels:
         here = dataclasses.replace(
             experiment,
             settings=dataclasses.replace(experiment.settings, store="memory"),
-            engine=EngineOptions(),
+            engine=EngineOptions(engine="process"),
             partition_file=folder / "partition.safetensors",
         )
         federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed

@@ -226,7 +226,9 @@ class Federation:
     def _pause(self, stop: Event, due: bool = False) -> None:
         """Save, where the run has a folder, if that is due or was long ago; end if somebody asked for it."""
         if self._checkpoints is not None and (due or stop.is_set() or self._checkpoints.late()):
-            self._checkpoints.save(self.round + self._state.personalized, *self._state.content())
+            step = self.round + self._state.personalized
+            shards = self.engine.save(self._checkpoints.stem(step))
+            self._checkpoints.save(step, *self._state.content(clients=not shards), shards)
         if stop.is_set():
             raise Interrupted(f"stopped after round {self.round}")
 
