@@ -23,6 +23,7 @@ LAYERS = (
     ("reports", "options"),
     ("experiment", "benchmarks"),
     ("comparison", "configuration", "runs"),
+    ("flower",),
     ("commands",),
     ("cli",),
     ("__main__",),
