@@ -23,7 +23,7 @@ LAYERS = (
     ("reports", "options"),
     ("experiment", "benchmarks"),
     ("comparison", "configuration", "runs"),
-    ("flower",),
+    ("flower", "flower_app"),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -114,7 +114,8 @@ class GridEngine(Here):
         if not new:
             return
         self._met |= set(new)
-        messages = [Message(question_of({"what": "hello", "run": self._run}), node, MessageType.QUERY, ttl=self.timeout) for node in new]
+        hello = question_of({"what": "hello", "run": self._run})
+        messages = [Message(hello, node, MessageType.QUERY, ttl=self.timeout) for node in new]
         for node, answer in zip(new, self._exchange(messages), strict=True):
             try:
                 self._welcome(_introduction(node, _content(answer)))
