@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pfl_ext.data import AUGMENTATIONS, Dataset
+from pfl_ext.data import AUGMENTATIONS, Dataset, Inputs
+from pfl_ext.data.nests import split
 from pfl_ext.tasks import Task
 
 from .messages import Stage
@@ -24,15 +25,17 @@ _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained;
 _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
 
 
-def _split(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Parts of so many rows each. A split into one part, which small clients ask for, takes 5 us."""
-    return (rows,) if len(rows) <= size else rows.split(size)
+def _split(rows: Any, size: int, count: int) -> Sequence[Any]:
+    """Parts of so many of the ``count`` rows each. A split into one part, which small clients ask for, takes 5 us."""
+    if count <= size:
+        return (rows,)
+    return rows.split(size) if isinstance(rows, Tensor) else split(rows, size)
 
 
 class Batch(NamedTuple):
     """A mini-batch of a client's training data."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     rows: Tensor
     """Where the samples stand in ``client.train``, for what is kept for each of them (a teacher's logits)."""
@@ -180,9 +183,9 @@ class Client:
             ahead = max(1, _FETCHED_AHEAD // batch_size)
             if steps is not None and not until_arrival:
                 ahead = min(ahead, steps - taken)
-            for fetched in _split(torch.randperm(self.samples, generator=order), ahead * batch_size):
-                several = (fetched, *self._dataset.batch(self.train[fetched]))
-                for rows, inputs, targets in zip(*(_split(part, batch_size) for part in several), strict=True):
+            for fetched in _split(torch.randperm(self.samples, generator=order), ahead * batch_size, self.samples):
+                several, count = (fetched, *self._dataset.batch(self.train[fetched])), len(fetched)
+                for rows, inputs, targets in zip(*(_split(part, batch_size, count) for part in several), strict=True):
                     if skip_single and len(rows) == 1 and batch_size > 1:
                         continue
                     if drop_last and len(rows) < min(batch_size, self.samples):
@@ -212,7 +215,7 @@ class Client:
             inputs, targets = self._dataset.batch(self.train[rows])
             yield Batch(augmented(inputs), targets, rows)
 
-    def _augmentation(self, name: str) -> Callable[[Tensor], Tensor]:
+    def _augmentation(self, name: str) -> Callable[[Any], Any]:
         """What becomes of a batch's inputs, by a stream of its own."""
         if self._settings.augmentation == "none":
             return lambda inputs: inputs

@@ -209,7 +209,7 @@ class Federation:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
         self.server.begin(t, members(self.settings, self.partition.clients, t))
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
-            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
+            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.device)
             self.method.aggregate(self.server, round.uploads)
         self._names |= {name for reply in round.replies for name in reply.received}
         for name in self._names & self.server.keys():
