@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -100,6 +100,11 @@ class Uploads:
     def each(self, name: str) -> list[Tensor]:
         """The vectors themselves, one a client. An average asks for less: the clients' vectors may be elsewhere."""
         return [self._access.fetch(vectors[name]) for vectors in self._vectors]
+
+    def one_by_one(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Each client and its vector, which is fetched when its turn comes: never are all in memory for this."""
+        for client, vectors in zip(self.clients, self._vectors, strict=True):
+            yield client, self._access.fetch(vectors[name])
 
     def __len__(self) -> int:
         """How many clients sent something."""
