@@ -20,7 +20,7 @@ from .settings import Settings
 from .steps import Steps, fine_tune, local_length, mean_loss, sam
 from .store import ClientStore
 from .streams import seed_of, stream
-from .uploads import Here, Uploads
+from .uploads import Here, Uploads, outputs_of
 
 __all__ = [
     "PROTOCOLS",
@@ -60,6 +60,7 @@ __all__ = [
     "local_length",
     "mean_loss",
     "option",
+    "outputs_of",
     "sam",
     "seed_of",
     "selected_clients",

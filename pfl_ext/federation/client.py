@@ -13,12 +13,12 @@ from pfl_ext.tasks import Task
 
 from .messages import Stage
 from .model import WorkingModel
-from .privacy import sampling
+from .privacy import sampling, secure_uniform
 from .settings import Privacy, Settings
 from .store import ClientStore
 from .streams import stream
 
-__all__ = ["Batch", "Client", "Rows", "outputs_of"]
+__all__ = ["Batch", "Client", "Rows", "current_outputs"]
 
 _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
@@ -204,7 +204,9 @@ class Client:
         order, augmented = self.stream(name), self._augmentation(name)
         rate, batches = sampling(self.samples, batch_size)
         for _ in range(epochs * batches if steps is None else steps):
-            rows = (torch.rand(self.samples, generator=order) < rate).nonzero().flatten()
+            secure = self.privacy is not None and self.privacy.dp_secure
+            drawn = 1 - secure_uniform(self.samples) if secure else torch.rand(self.samples, generator=order)
+            rows = (drawn < rate).nonzero().flatten()
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
@@ -219,7 +221,7 @@ class Client:
 
     def outputs(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (logits, say) and targets of these samples by the working model as it is, in evaluation mode."""
-        return outputs_of(self.model, self._dataset, indices)
+        return current_outputs(self.model, self._dataset, indices)
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
@@ -229,7 +231,7 @@ class Client:
 
 
 @torch.no_grad()
-def outputs_of(
+def current_outputs(
     model: WorkingModel, dataset: Dataset, indices: Tensor, reduce: Reduce = lambda *both: both
 ) -> tuple[Tensor, Tensor]:
     """Outputs and targets of samples by a model as it is, in evaluation mode, or what ``reduce`` makes of them."""

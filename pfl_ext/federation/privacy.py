@@ -22,7 +22,15 @@ from pfl_ext.nn import FrozenBatchNorm2d
 from .model import WorkingModel
 from .settings import Privacy
 
-__all__ = ["PRIVATE_STEPS", "epsilon", "private_gradients", "refuse_batch_norm", "sampling", "secure_normal"]
+__all__ = [
+    "PRIVATE_STEPS",
+    "epsilon",
+    "private_gradients",
+    "refuse_batch_norm",
+    "sampling",
+    "secure_normal",
+    "secure_uniform",
+]
 
 PRIVATE_STEPS = "pfl_ext.private_steps"
 """The name under which a client keeps how many steps it has taken on its data."""
@@ -104,19 +112,24 @@ def private_gradients(
     return total / max(1, len(inputs)), found
 
 
+def secure_uniform(count: int) -> Tensor:
+    """Numbers above 0, up to 1, of 53 random bits each from the operating system's secure generator, in float64."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.float64)
+    bits = torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64) & ((1 << 53) - 1)
+    return (bits + 1).double().mul_(2.0**-53)  # above 0: its logarithm is a number
+
+
 def secure_normal(shape: torch.Size | Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
     r"""Standard normal numbers from the operating system's secure generator, by the formula of Box and Muller.
 
     .. math:: \sqrt{-2 \ln u_1}\, \cos(2 \pi u_2), \quad \sqrt{-2 \ln u_1}\, \sin(2 \pi u_2)
 
-    for :math:`u_1, u_2` from 53 random bits each, in float64: up to 8.57 standard deviations.
+    for :math:`u_1, u_2` of :func:`secure_uniform`: up to 8.57 standard deviations.
     """
     count = math.prod(shape)
     pairs = -(-count // 2)
-    if pairs == 0:
-        return torch.empty(shape, dtype=dtype)
-    bits = torch.frombuffer(bytearray(os.urandom(16 * pairs)), dtype=torch.int64) & ((1 << 53) - 1)
-    u = (bits + 1).double().mul_(2.0**-53).view(2, pairs)  # above 0, up to 1: the logarithm of 0 is no number
+    u = secure_uniform(2 * pairs).view(2, pairs)
     length, angle = u[0].log().mul_(-2).sqrt_(), u[1] * (2 * math.pi)
     return torch.cat([length * angle.cos(), length * angle.sin()])[:count].view(shape).to(dtype)
 

@@ -13,7 +13,7 @@ from pfl_ext.data import Dataset
 from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
-from .client import Client, outputs_of
+from .client import Client, current_outputs
 from .mapped import opened
 from .messages import Diverged, Reply, Request, Stage, Vector, Work
 from .plan import LOCAL_BUFFERS, Plan
@@ -256,7 +256,7 @@ class ClientRuntime:
 
     def _outputs(self, dataset: Dataset, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What the task's metrics need of the working model on these samples."""
-        return outputs_of(self.model, dataset, rows, self.task.reduce)
+        return current_outputs(self.model, dataset, rows, self.task.reduce)
 
     def _test(self, request: Request) -> Reply:
         """What the global model makes of samples that belong to no client."""
