@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pfl_ext.ops.prepared import Repeated
 from pfl_ext.ops.sharpness import Norm, backup_bytes, layer_groups, lwsam_perturb_, personalization_scores, restore_
 
 __all__ = ["LWSAM", "SAM"]
@@ -66,7 +67,8 @@ class SAM(Optimizer):
         self.base_optimizer = base_optimizer(self.param_groups, **base_options)
         self._share()
         self._backup: Tensor | None = None
-        self._moved: list[Tensor] | None = None
+        self._moved: Sequence[Tensor] | None = None
+        self._repeated = Repeated()
 
     def _share(self) -> None:
         """One set of groups and one state for both."""
@@ -113,9 +115,10 @@ class SAM(Optimizer):
             groups = list(range(len(params)))
         elif layer_of is None:
             groups = list(range(len(params)))
+        moved = self._repeated("params", params)
         self._backup = lwsam_perturb_(
-            params,
-            grads,
+            moved,
+            self._repeated("grads", grads),
             scores,
             rho,
             self.p,
@@ -124,7 +127,7 @@ class SAM(Optimizer):
             literal_exponent=self.literal_exponent,
             backup=self._reusable(params),
         )
-        self._moved = params
+        self._moved = moved
         if zero_grad:
             self.zero_grad()
 
