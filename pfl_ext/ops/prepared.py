@@ -137,6 +137,8 @@ class Repeated:
 
     def __call__(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The list as an op is best given it; ``role`` tells the lists of a pass from each other."""
+        if not plain_eager():
+            return tensors
         last, prepared = self._last.get(role, ((), None))
         if not tensors or len(tensors) != len(last) or any(a is not b for a, b in zip(tensors, last, strict=True)):
             self._last[role] = tensors, None

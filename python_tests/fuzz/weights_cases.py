@@ -103,7 +103,7 @@ def proximal_step(case: dict[str, Any], memory: Memory) -> Call:
         "momentum_buffers": buffers,
         "first": first,
     }
-    function = _prepared_step if case["prepared"] else ops.proximal_sgd_step_
+    function = _prepared_step if case.get("prepared") else ops.proximal_sgd_step_
     return Call(function, [params, grads, anchors, lr, lam, mu, decay], options, written=written, check=check)
 
 

@@ -24,8 +24,10 @@ def network(seed=0, dtype=torch.float32):
 
 
 def data(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(20, 6, generator=generator).to(dtype), torch.randint(0, 3, (20,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(20, 6, generator=generator, device="cpu")
+    y = torch.randint(0, 3, (20,), generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype), y.to(torch.get_default_device())
 
 
 def train(net, optimizer, steps, lam=0.0, anchors=()):
