@@ -747,6 +747,24 @@ class StreamingAverage:
         dtype = accumulate_type(x.dtype) if x.is_floating_point() else torch.float64
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
 
+    def _divided(self, which: list[int], divisor: float) -> list[Tensor]:
+        """These sums by the divisor, in the clients' types. In lists: on a GPU an op a tensor is a launch a tensor."""
+        if not which:
+            return []
+        found = list(torch._foreach_div([self._sums[t] for t in which], divisor))
+        narrow = [
+            i for i, t in enumerate(which) if found[i].dtype != self._dtypes[t] and self._dtypes[t].is_floating_point
+        ]
+        if narrow:
+            cast = [torch.empty_like(found[i], dtype=self._dtypes[which[i]]) for i in narrow]
+            torch._foreach_copy_(cast, [found[i] for i in narrow])
+            for i, value in zip(narrow, cast, strict=True):
+                found[i] = value
+        return [
+            value if self._dtypes[t].is_floating_point else _round_to(value, self._dtypes[t])
+            for t, value in zip(which, found, strict=True)
+        ]
+
     def result(self, out: Model | Tensor | None = None) -> Any:
         """The average so far, in the form of the first client or written into ``out``. More clients may follow."""
         if self._first is None:
@@ -767,17 +785,9 @@ class StreamingAverage:
         kept = [] if self.integers == "round" else self._integral
         with torch.no_grad():
             values = list(first.tensors)
-            for t in writable:
-                if t in kept:
-                    continue
-                value = self._sums[t] / divisor
-                values[t] = (
-                    value.to(self._dtypes[t])
-                    if self._dtypes[t].is_floating_point
-                    else _round_to(value, self._dtypes[t])
-                )
-                if target is not None:
-                    values[t] = target.tensors[t].copy_(values[t])
+            averaged = [t for t in writable if t not in kept]
+            for t, value in zip(averaged, self._divided(averaged, divisor), strict=True):
+                values[t] = value if target is None else target.tensors[t].copy_(value)
             if self.integers == "first":
                 for t in kept:
                     values[t] = (
