@@ -32,7 +32,7 @@ from .mtl import MTL
 from .per_fedavg import PerFedAvg
 from .perada import PerAda
 from .persfl import PersFL
-from .pfedhn import PFedHN
+from .pfedhn import PFedHN, PFedHNPC
 from .pfedme import PFedMe
 from .plgu_ghn import PLGUGHN
 from .plgu_grep import PLGUGRep
@@ -75,6 +75,7 @@ __all__ = [
     "FedYogi",
     "LGFedAvg",
     "PFedHN",
+    "PFedHNPC",
     "PFedMe",
     "PLGUGRep",
     "PerAda",

@@ -16,7 +16,6 @@ from pfl_ext.federation import (
     Steps,
     Uploads,
     WorkingModel,
-    classification_loss,
     option,
 )
 
@@ -49,6 +48,7 @@ class FedRoD(NewClients, Method):
     """
 
     name = "fedrod"
+    needs = "classes"
 
     head: str = option("", "module that is the generic head, a linear layer; empty: the last layer")
     gamma: float = option(1.0, "exponent of the class counts in the balanced softmax; 0: plain cross-entropy")
@@ -69,7 +69,7 @@ class FedRoD(NewClients, Method):
         offset = (client.label_counts().to(client.model.dtype) ** self.gamma).log()
 
         def balanced(logits: Tensor, batch: Batch) -> Tensor:
-            return classification_loss(logits + offset, batch.targets)
+            return client.task.loss(logits + offset, batch.targets)
 
         client.model.load(received["model"])
         client.report["loss"] = Steps(client, self).train(balanced)

@@ -43,6 +43,7 @@ class PersFL(Method):
     """
 
     name = "persfl"
+    needs = "logits"
     needs_validation = True
 
     teacher: str = option(
@@ -134,7 +135,7 @@ class PersFL(Method):
         if self.teacher == "last":
             client["teacher"], client["teacher_round"] = received["model"], torch.tensor([client.round])
         client.model.load(client["teacher"])
-        soft_labels, targets = client.logits(client.train)
+        soft_labels, targets = client.outputs(client.train)
         # More than matrix products gains nothing: a batch of convolutions with a kernel each is slow on a CPU.
         batched = self.grid == "batched" or (self.grid == "auto" and _only_linear(client.model.module))
         batched = batched and targets.dim() == 1
@@ -142,7 +143,7 @@ class PersFL(Method):
         best = -math.inf
         for (temperature, lam), student in zip(self.points(), students, strict=True):
             client.model.load(student)
-            logits, targets = client.logits(client.validation)
+            logits, targets = client.outputs(client.validation)
             accuracy = _accuracy(logits, targets)
             if accuracy > best:
                 best = accuracy

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from pfl_ext.data import Inputs
 from pfl_ext.nn import FrozenBatchNorm2d
 from pfl_ext.ops import layer_groups
+from pfl_ext.tasks import outputs
 
 __all__ = ["Each", "Layers", "Part", "WorkingModel"]
 
@@ -273,13 +276,14 @@ class WorkingModel:
             return trained
         return [x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in trained]
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """The logits of a batch."""
-        if self._channels_last and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        result = self.module(inputs)
-        assert isinstance(result, Tensor)
-        return result
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """The outputs of a batch, such as logits. Of a tuple each is an argument, of a dictionary each a named one."""
+        if isinstance(inputs, Tensor):
+            if self._channels_last and inputs.dim() == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            returned = self.module(inputs)
+            return returned if isinstance(returned, Tensor) else outputs(returned)
+        return outputs(self.module(**inputs) if isinstance(inputs, Mapping) else self.module(*inputs))
 
 
 def _check(module: nn.Module, everything: list[tuple[str, Tensor]]) -> None:

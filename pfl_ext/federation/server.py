@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset
+from pfl_ext.tasks import Task
 
 from .model import WorkingModel
 from .settings import Settings
@@ -23,6 +24,7 @@ class Server(dict[str, Tensor]):
     and random streams that depend on the run's seed, their name and the round alone.
 
     Args:
+        task: what is learned.
         module: the network; a copy of it becomes the working model when that is first asked for.
         settings: the run's.
         clients: how many clients the federation has.
@@ -39,6 +41,7 @@ class Server(dict[str, Tensor]):
 
     def __init__(
         self,
+        task: Task,
         module: nn.Module,
         settings: Settings,
         clients: int,
@@ -47,6 +50,7 @@ class Server(dict[str, Tensor]):
     ) -> None:
         """See the class."""
         super().__init__()
+        self.task = task
         self.clients = self.members = clients
         self.round = 0
         self.report: dict[str, float] = {}

@@ -218,9 +218,9 @@ def test_the_chosen_student_has_the_highest_validation_accuracy_of_the_grid(turn
     runtime, client = turn(method, stage="finish")
     method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
     accuracies = []
-    for student in method._one_by_one(client, client.logits(client.train)[0]):
+    for student in method._one_by_one(client, client.outputs(client.train)[0]):
         client.model.load(student)
-        logits, targets = client.logits(client.validation)
+        logits, targets = client.outputs(client.validation)
         accuracies.append(float((logits.argmax(-1) == targets).double().mean()))
     assert client.report["distilled_validation_accuracy"] == max(accuracies)
 

@@ -14,6 +14,7 @@ from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import ClientRuntime, ClientStore, Federation, Method, Plan, Request, Server, Settings
 from pfl_ext.federation.client import Rows
+from pfl_ext.tasks import Classification
 
 RESNET18 = 11_181_642
 BATCH_NORM = 9_600  # scales and shifts; as many means and variances, and 20 counters, are buffers
@@ -30,7 +31,7 @@ def resnet18() -> nn.Module:
 
 
 def _set_up(method: Method, network: nn.Module) -> Server:
-    server = Server(network, Settings(), 1)
+    server = Server(Classification(), network, Settings(), 1)
     method.set_up(server)
     return server
 
@@ -41,7 +42,14 @@ def _trained_parameters(method: Method, network: nn.Module) -> int:
     nothing = torch.empty(0, dtype=torch.int64)
     images = Dataset.from_tensors(x, torch.arange(2), classes=[str(c) for c in range(10)])
     server = _set_up(method, network)
-    plan = Plan(method, copy.deepcopy(network), images, {0: Rows(torch.arange(2), nothing, nothing)}, Settings())
+    plan = Plan(
+        method,
+        Classification(),
+        copy.deepcopy(network),
+        images,
+        {0: Rows(torch.arange(2), nothing, nothing)},
+        Settings(),
+    )
     runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
     runtime.server = server
     reply = runtime(Request(0, 1, "train"))
