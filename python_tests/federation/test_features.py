@@ -175,7 +175,7 @@ class _Twice(FedAvg):
 
 def test_a_selection_that_is_none_is_refused(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     run = Federation(_Twice(), network, dataset, partition, Settings(rounds=1))
-    with pytest.raises(ValueError, match="twice selects the clients .* 6 different ones of 0 to 5"):
+    with pytest.raises(ValueError, match=r"twice selects the clients .* 6 different ones of 0 to 5"):
         run.run()
 
 
