@@ -43,7 +43,9 @@ class PFedHN(Method):
     Readings: the paper's rounds have one client; of several the mean of their gradients is taken, which is the gradient
     of its objective. As in the official code the server takes SGD steps with momentum and weight decay, and the norm
     of its gradient and of those of the clients' steps is cut at ``clip``. Only trained parameters are generated;
-    buffers are averaged.
+    buffers are averaged. What the server does has the authors' defaults. What a client does has those of all methods,
+    so that methods compare on the same batches: the authors take 50 steps (``local_steps``) of batches of 64, with the
+    step size 0.005 and weight decay 5e-5.
 
     The heads are large: see :class:`~pfl_ext.nn.HyperNetwork`.
     """

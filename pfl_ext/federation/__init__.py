@@ -19,7 +19,7 @@ from .runtime import ClientRuntime, threads
 from .server import Server
 from .settings import Settings
 from .side_module import SideModule
-from .steps import Steps, fine_tune, local_length, mean_loss, sam
+from .steps import Loss, Steps, fine_tune, local_length, mean_loss, sam
 from .store import ClientStore
 from .streams import seed_of, stream
 from .uploads import Here, Uploads, outputs_of
@@ -42,6 +42,7 @@ __all__ = [
     "Here",
     "InProcess",
     "Interrupted",
+    "Loss",
     "Method",
     "Models",
     "Options",
