@@ -27,6 +27,7 @@ from .reports import (
     client_density,
     client_distribution,
     lock,
+    partitions,
     recorded,
     tensorboard,
     versions,
@@ -187,7 +188,9 @@ def draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition) -> No
         accuracy_curves(runs, folder / "accuracy.png")
         client_distribution(runs, folder / "clients.png")
         client_density(runs, folder / "density.png")
-        partition.draw(dataset, folder / "partition.png")
+        several = len(partitions(runs))
+        note = f"the last seed's, one of {several} partitions" if several > 1 else ""
+        partition.draw(dataset, folder / "partition.png", note)
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
 
