@@ -9,9 +9,21 @@ from typing import TYPE_CHECKING
 from . import _native, ops
 
 if TYPE_CHECKING:
-    from . import algorithms, data, engines, federation, metrics, nn, optim, reports
+    from . import algorithms, data, engines, federation, metrics, nn, optim, reports, tasks
 
-__all__ = ["__version__", "algorithms", "data", "engines", "federation", "metrics", "nn", "ops", "optim", "reports"]
+__all__ = [
+    "__version__",
+    "algorithms",
+    "data",
+    "engines",
+    "federation",
+    "metrics",
+    "nn",
+    "ops",
+    "optim",
+    "reports",
+    "tasks",
+]
 __version__ = "0.1.0"
 
 _native.load()

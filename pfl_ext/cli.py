@@ -21,6 +21,7 @@ _COMMANDS = {
     "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
     "data": "cut a data set into clients: table, picture, file",
     "landscape": "draw the loss around the models of finished runs",
+    "flower": "write a Flower app that runs a method: flower new FOLDER METHOD",
     "bench": "race an op family against its opponents",
     "info": "versions, build, and which kernel serves each op on CPU and CUDA",
 }

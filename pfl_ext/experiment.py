@@ -15,12 +15,14 @@ from .data import PARTITIONERS, SOURCES, Dataset, Partition, load, load_test
 from .engines import EngineOptions, make_engine
 from .federation import Federation, Method, Settings, stream
 from .options import REQUIRED, Option, OptionError, checked, made, nearest, of_dataclass, of_signature
+from .tasks import TASKS, Task, task_of
 
 __all__ = [
     "DATA_OPTIONS",
     "NETWORK_OPTIONS",
     "PARTITION_OPTIONS",
     "SECTIONS",
+    "TASK_OPTIONS",
     "Experiment",
     "check_tables",
     "default_clients",
@@ -30,9 +32,10 @@ __all__ = [
     "partition_options",
     "refuse_unknown",
     "settings_options",
+    "task_options",
 ]
 
-SECTIONS = ("data", "partition", "network", "federation", "method")
+SECTIONS = ("data", "partition", "task", "network", "federation", "method")
 """The tables of a configuration file that decide a run."""
 
 
@@ -57,6 +60,11 @@ def default_clients(partition: str) -> int | None:
     return 10 if clients.default is clients.empty else None
 
 
+def task_options(name: str) -> dict[str, Option]:
+    """The options of a task; ``auto`` has none."""
+    return {} if name == "auto" else of_dataclass(_known("task", name, TASKS))
+
+
 def network_options(name: str) -> dict[str, Option]:
     """The options of a network: its own, and those that all have; ``auto`` has the latter alone."""
     own = {} if name == "auto" else of_signature(_known("network", name, nn.NETWORKS))
@@ -66,6 +74,7 @@ def network_options(name: str) -> dict[str, Option]:
 _CHOSEN: dict[str, tuple[Mapping[str, Any], Callable[[str], dict[str, Option]]]] = {
     "method": (METHODS, method_options),
     "partition": (PARTITIONERS, partition_options),
+    "task": (TASKS, task_options),
     "network": (nn.NETWORKS, network_options),
 }
 
@@ -147,9 +156,18 @@ DATA_OPTIONS = {
 PARTITION_OPTIONS = {
     "name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
     "clients": Option("clients", int | None, None, "number of clients (default: 10; by_domain: one for each)"),
+    "seed": Option(
+        "partition_seed",
+        int | None,
+        None,
+        "a seed of its own for who has which samples: a client is then the same for every seed (default: the seed)",
+    ),
     "file": Option("partition_file", Path | None, None, "a saved partition in place of a drawn one"),
 }
 """The options of the table ``partition`` beside those of the partitioner."""
+
+TASK_OPTIONS = {"name": Option("task", str, "auto", f"what is learned: auto (by the targets), {', '.join(TASKS)}")}
+"""The same of the table ``task``."""
 
 NETWORK_OPTIONS = {"name": Option("network", str, "auto", f"auto, {', '.join(nn.NETWORKS)}")}
 """The same of the table ``network``."""
@@ -168,7 +186,10 @@ class Experiment:
     partition: str = PARTITION_OPTIONS["name"].default
     clients: int | None = None
     partition_options: Mapping[str, Any] = field(default_factory=dict)
+    partition_seed: int | None = None
     partition_file: Path | None = None
+    task: str = TASK_OPTIONS["name"].default
+    task_options: Mapping[str, Any] = field(default_factory=dict)
     network: str = NETWORK_OPTIONS["name"].default
     network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
@@ -181,17 +202,19 @@ class Experiment:
 
     @staticmethod
     def from_sections(sections: Mapping[str, Mapping[str, Any]]) -> Experiment:
-        """The experiment of a file with the tables ``data``, ``partition``, ``network``, ``federation`` and ``method``.
+        """The experiment of a file with the tables ``data``, ``partition``, ``task``, ``network``, ``federation`` and
+        ``method``.
 
         Raises:
             ValueError: an unknown table, name or option (the nearest names are suggested), or a value out of range.
         """
         check_tables(sections)
-        data, partition, network, federation, method = (dict(sections.get(name, {})) for name in SECTIONS)
+        data, partition, task, network, federation, method = (dict(sections.get(name, {})) for name in SECTIONS)
         if "name" not in method:
             raise ValueError(f"no method is named; known are {', '.join(METHODS)}")
         name, own = _chosen("method", method, _METHOD)
         cut, cut_options = _chosen("partition", partition, PARTITION_OPTIONS)
+        learned, task_own = _chosen("task", task, TASK_OPTIONS)
         net, net_options = _chosen("network", network, NETWORK_OPTIONS)
         refuse_unknown("data", "", data, DATA_OPTIONS)
         refuse_unknown("federation", "", federation, settings_options())
@@ -201,6 +224,8 @@ class Experiment:
                 "partition", "clients", partition["clients"], f"is {cut['clients']}; accepted is 1 or more"
             )
         made("method", METHODS[name["name"]], method, own)  # refuses what is out of range
+        if learned["name"] != "auto":
+            made("task", TASKS[learned["name"]], task, task_own)
         run, of_engine = checked("federation", federation, settings_options()), of_dataclass(EngineOptions)
         engine = {key: run.pop(key) for key in of_engine if key in run}
         return Experiment(
@@ -211,7 +236,10 @@ class Experiment:
             partition=cut["name"],
             clients=cut["clients"],
             partition_options=cut_options,
+            partition_seed=cut["seed"],
             partition_file=cut["file"],
+            task=learned["name"],
+            task_options=task_own,
             network=net["name"],
             network_options=net_options,
             settings=made("federation", Settings, federation, run),
@@ -225,12 +253,14 @@ class Experiment:
             value = self.partition_options.get(option.name, option.default)
             if value is not REQUIRED:
                 cut[option.name] = value
+        cut["seed"] = self.partition_seed
         if self.partition_file is not None:
             cut["file"] = str(self.partition_file)
         return _without_none(
             {
                 "data": {"name": self.data, **_values(DATA_OPTIONS, self.data_options)},
                 "partition": {"name": self.partition, **cut},
+                "task": {"name": self.task, **_values(task_options(self.task), self.task_options)},
                 "network": {
                     "name": self.network,
                     **_values(network_options(self.network), self.network_options),
@@ -246,9 +276,14 @@ class Experiment:
         assert isinstance(method, Method)
         return method
 
+    @property
+    def data_seed(self) -> int:
+        """What decides which samples there are and who has them."""
+        return self.settings.seed if self.partition_seed is None else self.partition_seed
+
     def make_data(self) -> tuple[Dataset, Partition]:
         """The data set and its partition: that of the file, or drawn from the seed."""
-        some, seed = self.data_options, self.settings.seed
+        some, seed = self.data_options, self.data_seed
         dataset = load(self.data, some.get("root"), some.get("download", False))
         for part, test in (("train_samples", False), ("test_samples", True)):
             if some.get(part, 0):
@@ -293,6 +328,10 @@ class Experiment:
             found[name] = tuple(part.in_shape_of(dataset) for part in parts)
         return found
 
+    def make_task(self, dataset: Dataset) -> Task:
+        """The task; ``auto`` is what the targets are for."""
+        return task_of(dataset) if self.task == "auto" else TASKS[self.task](**self.task_options)
+
     def make_network(self, dataset: Dataset) -> Any:
         """The network with the initial weights of the seed; ``auto`` is lenet for colour images, else mlp."""
         shape = tuple(dataset.input_shape)
@@ -306,6 +345,7 @@ class Experiment:
         """The federation, ready to run."""
         more.setdefault("auxiliary", self.make_auxiliary(dataset, partition))
         more.setdefault("extra_tests", self.make_extra_tests(dataset))
+        more.setdefault("task", self.make_task(dataset))
         more.setdefault("engine", make_engine(self.engine))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
 

@@ -14,15 +14,14 @@ __all__ = ["classification_metrics", "mean_metrics", "prediction_distance", "sum
 _QUANTILES = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
 
 
-def prediction_distance(personal: Tensor, other: Tensor, multilabel: bool = False) -> float:
+def prediction_distance(personal: Tensor, other: Tensor) -> float:
     r"""How far two models' predictions are apart: the term of PerAda's Theorem 2,
 
     .. math:: \frac1n \sum_i \min\{1, \|p(x_i) - g(x_i)\|_1\}
 
-    with probabilities p and g, the softmax of the logits (of multi-label data the sigmoid).
+    with probabilities p and g, a row a sample (:meth:`pfl_ext.tasks.Task.probabilities`).
     """
-    p, g = (x.double().sigmoid() if multilabel else torch.softmax(x.double(), -1) for x in (personal, other))
-    return float((p - g).abs().sum(-1).clamp(max=1).mean())
+    return float((personal - other).abs().sum(-1).clamp(max=1).mean())
 
 
 def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 
 import pfl_ext
 
-PARTS = ("algorithms", "data", "engines", "federation", "metrics", "nn", "ops", "optim", "reports")
+PARTS = ("algorithms", "data", "engines", "federation", "metrics", "nn", "ops", "optim", "reports", "tasks")
 
 
 def answer(code: str) -> object:

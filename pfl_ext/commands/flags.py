@@ -13,6 +13,7 @@ from pfl_ext.experiment import (
     DATA_OPTIONS,
     NETWORK_OPTIONS,
     PARTITION_OPTIONS,
+    TASK_OPTIONS,
     method_options,
     owners,
     partition_options,
@@ -24,7 +25,7 @@ from .parser import UsageError
 
 __all__ = ["add_option", "flag", "known_flags", "refuse_unknown", "spoken", "with_flags"]
 
-_TABLES = {"data": DATA_OPTIONS, "partition": PARTITION_OPTIONS, "network": NETWORK_OPTIONS}
+_TABLES = {"data": DATA_OPTIONS, "partition": PARTITION_OPTIONS, "task": TASK_OPTIONS, "network": NETWORK_OPTIONS}
 
 
 def flag(section: str, key: str) -> str:
@@ -32,7 +33,7 @@ def flag(section: str, key: str) -> str:
     if key in _TABLES.get(section, {}):
         name = _TABLES[section][key].name
     else:
-        name = f"network_{key}" if section == "network" else key
+        name = f"{section}_{key}" if section in ("task", "network") else key
     return "--" + name.replace("_", "-")
 
 

@@ -16,14 +16,17 @@ from pfl_ext.experiment import (
     DATA_OPTIONS,
     NETWORK_OPTIONS,
     PARTITION_OPTIONS,
+    TASK_OPTIONS,
     Experiment,
     network_options,
     partition_options,
     settings_options,
+    task_options,
 )
 from pfl_ext.nn import NETWORKS
 from pfl_ext.options import Option, OptionError, nearest, title
 from pfl_ext.runs import has_results
+from pfl_ext.tasks import TASKS
 
 from .flags import add_option, refuse_unknown, spoken
 from .methods import add_trust
@@ -121,14 +124,19 @@ def explained(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 
 def add_data(parser: Parser, partition: str) -> None:
-    """Add the options of data, partition and network."""
-    group = parser.add_argument_group("data and network")
-    for section, options in (("data", DATA_OPTIONS), ("partition", PARTITION_OPTIONS), ("network", NETWORK_OPTIONS)):
+    """Add the options of data, partition, task and network."""
+    group = parser.add_argument_group("data, task and network")
+    tables = (DATA_OPTIONS, PARTITION_OPTIONS, TASK_OPTIONS, NETWORK_OPTIONS)
+    for section, options in zip(("data", "partition", "task", "network"), tables, strict=True):
         for key, option in options.items():
             add_option(group, option, section, key)
     group = parser.add_argument_group(f"partition {partition}", title(PARTITIONERS[partition]))
     for option in partition_options(partition).values():
         add_option(group, option, "partition")
+    group = parser.add_argument_group("task", "The options of tasks that have any.")
+    for task in TASKS:
+        for option in task_options(task).values():
+            add_option(group, dataclasses.replace(option, help=f"{option.help}; {task}"), "task")
     group = parser.add_argument_group("network", "The options of every network; stem and the like where it has them.")
     for key, (option, networks) in _network_options().items():
         of = "" if len(networks) == len(NETWORKS) else f"; {', '.join(networks)}"
@@ -195,7 +203,7 @@ def add_output(parser: Parser, default: str) -> None:
     """Add the options of the configuration file and of the results."""
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--config", type=Path, help="a TOML file with the tables data, partition, network, federation, method"
+        "--config", type=Path, help="a TOML file with the tables data, partition, task, network, federation, method"
     )
     add_trust(group)
     group.add_argument("--output", type=Path, help=f"folder for results and checkpoints (default: {default})")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from pfl_ext.federation import Engine, InProcess, Options, option
+from pfl_ext.federation import Engine, InProcess
+from pfl_ext.options import Options, option
 
 from .ranks import under_torchrun
 from .torchrun import Reduction, Torchrun
@@ -38,7 +39,7 @@ class EngineOptions(Options):
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
         super().__post_init__()
-        self.check("workers", self.workers >= 1, "of 1 or more")
+        self.check("workers", 1 <= self.workers <= 1024, "from 1 to 1024")
         self.check(
             "workers", self.workers == 1 or self.engine in ("auto", "workers"), f"of 1 with engine={self.engine}"
         )

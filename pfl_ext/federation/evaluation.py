@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.metrics import classification_metrics, mean_metrics, summarize
+from pfl_ext.metrics import mean_metrics, summarize
+from pfl_ext.tasks import Task
 
 from .engine import Engine
 from .messages import Diverged, Reply, Request, SharedTest
@@ -57,7 +58,7 @@ class Evaluator:
 
     Args:
         engine: runs the clients.
-        settings, partition: the run's.
+        task, settings, partition: the run's.
         tests: the test sets that belong to no client, as in the run's plan.
         has_global_model: whether there is a global model.
     """
@@ -65,13 +66,14 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
+        task: Task,
         settings: Settings,
         partition: Partition,
         tests: Mapping[str, Sequence[tuple[Dataset, Tensor]]],
         has_global_model: bool,
     ) -> None:
         """See the class."""
-        self.engine, self.settings, self.tests = engine, settings, tests
+        self.engine, self.task, self.settings, self.tests = engine, task, settings, tests
         self.sizes = [{split: len(getattr(partition, split)[k]) for split in SPLITS} for k in range(partition.clients)]
         self._old = partition.clients - settings.new_clients
         self._has_global_model = has_global_model
@@ -109,14 +111,14 @@ class Evaluator:
             if len(rows):
                 requests = [Request(0, 0, "test", rows=some) for some in _pieces(test, part, len(rows))]
                 outputs = [reply.outputs for reply in self.engine.run(requests) if reply.outputs is not None]
-                logits, targets = (
+                found_outputs, targets = (
                     torch.cat([self.engine.fetch(x) for x in both]) for both in zip(*outputs, strict=True)
                 )
                 for x in itertools.chain(*outputs):
                     self.engine.release(x)
-                if bool(logits.isnan().any()):
+                if bool(found_outputs.isnan().any()):
                     raise Diverged(None, t, f"global model's output on {test}")
-                found.append(classification_metrics(logits, targets))
+                found.append(self.task.metrics(found_outputs, targets))
         return mean_metrics(found)
 
     def _summaries(self, replies: Sequence[Reply]) -> Models:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.ops import all_finite
+from pfl_ext.tasks import Task, task_of
 
 from .checkpoint import Checkpoints
 from .clock import clock_of
@@ -25,7 +26,7 @@ from .interruption import Interrupted, interruptible
 from .messages import Diverged, Request
 from .method import Method
 from .plan import Plan
-from .requirements import check_buffers, check_run, usable_device
+from .requirements import check_batch, check_buffers, check_run, usable_device
 from .rounds import Asynchronous, Round, Synchronous, diverged, members, received
 from .runtime import seed_layers, threads
 from .server import Server
@@ -54,6 +55,7 @@ class Federation:
         module: the network with its initial weights; a copy is trained.
         dataset, partition: the data; every client needs training samples.
         settings: the rest.
+        task: what is learned (:mod:`pfl_ext.tasks`); by default what the targets are for.
         engine: where clients' turns run; by default in this process. It belongs to this run, which closes it.
         folder: where checkpoints go, and clients' vectors with ``store=mapped``. None saves nothing.
         resume: go on from the newest good checkpoint in the folder, bit-identical to a run that was never stopped.
@@ -76,6 +78,7 @@ class Federation:
         partition: Partition,
         settings: Settings | None = None,
         *,
+        task: Task | None = None,
         engine: Engine | None = None,
         folder: Path | str | None = None,
         resume: bool = False,
@@ -86,27 +89,29 @@ class Federation:
         self.settings = s = Settings() if settings is None else settings
         device, tests = usable_device(s), extra_tests or {}
         self.method, self.dataset, self.partition = method, dataset.to(device), partition
-        check_run(method, module, self.dataset, partition, s, tests)
+        self.task = task_of(dataset) if task is None else task
+        check_run(method, self.task, module, self.dataset, partition, s, tests)
         self.folder = None if folder is None else Path(folder)
         self.engine: Engine = InProcess() if engine is None else engine
         module = copy.deepcopy(module).to(device)
         held_out = self.dataset.subset(partition.server) if len(partition.server) else None
         unlabelled = None if auxiliary is None else auxiliary.to(device)
-        self.server = Server(module, s, partition.clients, unlabelled, held_out)
+        self.server = Server(self.task, module, s, partition.clients, unlabelled, held_out)
         kind: type[Synchronous | Asynchronous] = Synchronous if method.buffer is None else Asynchronous
         samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
-        rounds = kind(method, s, self.engine, samples, clock)
-        self.identity = identity_of(method, s, self.dataset, partition, self.server, rounds)
+        rounds = kind(method, s, self.server, self.engine, samples, clock)
+        self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds)
+        check_batch(self.task, self.server.model, self.dataset, partition)
         method.set_up(self.server)
         check_buffers(method, self.server)
-        plan = Plan.of(method, module, self.dataset, partition, s, tests, self.folder)
+        plan = Plan.of(method, self.task, module, self.dataset, partition, s, tests, self.folder)
         self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
         if self._checkpoints is not None and not resume:
             self._checkpoints.begin()
         self.engine.start(plan)
         self._state = RunState(self.server, self.engine, rounds, partition.clients)
         has_global_model = method.global_model(self.server, self.server.model) is not None
-        self._evaluate = Evaluator(self.engine, s, partition, plan.tests, has_global_model)
+        self._evaluate = Evaluator(self.engine, self.task, s, partition, plan.tests, has_global_model)
         self.client_results: list[ClientResult] = []
         self._names: set[str] = set()  # of what clients have received
         if resume:
@@ -121,6 +126,11 @@ class Federation:
     def recorded(self) -> int:
         """The round of the last record."""
         return self._state.recorded
+
+    @property
+    def moment(self) -> int:
+        """How far the run is, after the last round too: the number of the checkpoint that would be written now."""
+        return self.round + self._state.personalized
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -161,6 +171,7 @@ class Federation:
     def _one_round(self) -> Record:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
+        self.server.begin(t, members(s, self.partition.clients, t))
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
             self._state.reports.update(client, report)
@@ -197,9 +208,8 @@ class Federation:
 
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
-        self.server.begin(t, members(self.settings, self.partition.clients, t))
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
-            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
+            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.device)
             self.method.aggregate(self.server, round.uploads)
         self._names |= {name for reply in round.replies for name in reply.received}
         for name in self._names & self.server.keys():
@@ -221,9 +231,8 @@ class Federation:
     def _pause(self, stop: Event, due: bool = False) -> None:
         """Save, where the run has a folder, if that is due or was long ago; end if somebody asked for it."""
         if self._checkpoints is not None and (due or stop.is_set() or self._checkpoints.late()):
-            step = self.round + self._state.personalized
-            shards = self.engine.save(self._checkpoints.stem(step))
-            self._checkpoints.save(step, *self._state.content(clients=not shards), shards)
+            shards = self.engine.save(self._checkpoints.stem(self.moment))
+            self._checkpoints.save(self.moment, *self._state.content(clients=not shards), shards)
         if stop.is_set():
             raise Interrupted(f"stopped after round {self.round}")
 

@@ -116,6 +116,6 @@ class Reply:
     trained_parameters: int = 0
     """How many parameters it has trained: those of two models where it trained two."""
     outputs: tuple[Vector, Vector] | None = None
-    """Logits and targets, of ``test``."""
+    """Outputs and targets of ``test``, as the task reduces them for its metrics."""
     error: Diverged | None = None
     """The client's training gave infinity or NaN: there is nothing else but what was received."""

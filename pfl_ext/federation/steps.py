@@ -12,14 +12,14 @@ from torch import Tensor
 from pfl_ext.ops import lwsam_perturb_, restore_
 from pfl_ext.optim.proximal import momentum_step_
 
-from .client import Batch, Client, classification_loss
+from .client import Batch, Client
 from .method import Method
 from .privacy import PRIVATE_STEPS, epsilon, private_gradients, sampling
 
 __all__ = ["Loss", "Perturb", "Steps", "fine_tune", "local_length", "mean_loss", "sam"]
 
 Loss: TypeAlias = Callable[[Tensor, Batch], Tensor]
-"""What is trained, as a function of the logits and the batch."""
+"""What is trained, as a function of the network's outputs and the batch."""
 
 Perturb: TypeAlias = Callable[[list[Tensor], list[Tensor], Tensor | None], Tensor]
 """Moves parameters by their gradients; takes the backup of an earlier step, if any, and returns this step's."""
@@ -35,10 +35,6 @@ class Length(TypedDict, total=False):
 def local_length(method: Method) -> Length:
     """How long a client trains in a round of this method."""
     return {"steps": method.local_steps} if method.local_steps else {"epochs": method.local_epochs}
-
-
-def _labels(logits: Tensor, batch: Batch) -> Tensor:
-    return classification_loss(logits, batch.targets)
 
 
 def sam(rho: float) -> Perturb | None:
@@ -106,9 +102,10 @@ class Steps:
         self._backup: Tensor | None = None
         self.taken = 0
 
-    def gradients(self, batch: Batch, loss: Loss = _labels) -> tuple[Tensor, list[Tensor]]:
+    def gradients(self, batch: Batch, loss: Loss | None = None) -> tuple[Tensor, list[Tensor]]:
         """The loss of a batch, without a graph, and its gradients in the parameters."""
-        objective = loss(self.client.model(batch.inputs), batch)
+        outputs = self.client.model(batch.inputs)
+        objective = self.client.task.loss(outputs, batch.targets) if loss is None else loss(outputs, batch)
         return objective.detach(), list(torch.autograd.grad(objective, self.params, materialize_grads=True))
 
     def step(self, gradients: list[Tensor]) -> None:
@@ -123,7 +120,7 @@ class Steps:
         )
         self.taken += 1
 
-    def take(self, batch: Batch, loss: Loss = _labels) -> Tensor:
+    def take(self, batch: Batch, loss: Loss | None = None) -> Tensor:
         """A whole step on a batch; returns the loss where it began."""
         objective, gradients = self.gradients(batch, loss)
         if self._perturb is not None:
@@ -140,15 +137,18 @@ class Steps:
             gradients = list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
         self.step(gradients)
 
-    def train(self, loss: Loss = _labels, *, epochs: int | None = None, batches: str = "batches") -> float:
+    def train(
+        self, loss: Loss | None = None, *, epochs: int | None = None, steps: int = 0, batches: str = "batches"
+    ) -> float:
         r"""Steps on L for a turn's length.
 
         Where the run is differentially private the gradients are those of :func:`~.privacy.private_gradients`; the
         proximal term, momentum and weight decay see nothing of the data but them.
 
         Args:
-            loss: L; by default the loss of the labels.
-            epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
+            loss: L; by default that of the task.
+            epochs, steps: passes over the data, or so many steps, in place of the method's ``local_epochs`` or
+                ``local_steps``.
             batches: the stream that orders the batches.
 
         Returns:
@@ -156,24 +156,26 @@ class Steps:
         """
         client, method = self.client, self.method
         length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+        if steps:
+            length = {"steps": steps}
         client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
         return mean_loss(self.take(batch, loss) for batch in client.batches(method.batch_size, name=batches, **length))
 
-    def _train_privately(self, loss: Loss, length: Length, batches: str) -> list[Tensor]:
+    def _train_privately(self, loss: Loss | None, length: Length, batches: str) -> list[Tensor]:
         """The same by DP-SGD; returns the losses."""
         client, method, privacy = self.client, self.method, self.client.privacy
         assert privacy is not None
-        if loss is not _labels or self._perturb is not None:
+        if loss is not None or self._perturb is not None:
             raise ValueError(
-                "differential privacy is for plain SGD on the labels: this training has another loss or steps"
+                "differential privacy is for plain SGD on the loss of the task: this training has another loss or steps"
             )
         rate, _ = sampling(client.samples, method.batch_size)
         noise, losses = client.stream(f"{batches}/noise"), []
         for batch in client.poisson_batches(method.batch_size, name=batches, **length):
             objective, gradients = private_gradients(
-                client.model, self.params, batch.inputs, batch.targets, classification_loss, privacy,
+                client.model, self.params, batch.inputs, batch.targets, client.task.loss, privacy,
                 client.samples * rate, noise,
             )  # fmt: skip
             self._clipped_step(gradients)

@@ -27,6 +27,7 @@ from pfl_ext.federation import (
     sam,
 )
 from pfl_ext.federation.client import Rows
+from pfl_ext.tasks import Classification
 
 RHO, LAM, CLIP = 0.3, 0.7, 0.05
 
@@ -183,7 +184,7 @@ def test_what_is_added_has_no_noise(dataset: Dataset, partition: Partition, netw
     found = []
     for scale in (0.0, 1.0):
         rows = {0: Rows(partition.train[0], partition.validation[0], partition.test[0])}
-        plan = Plan(method, copy.deepcopy(network), dataset, rows, settings)
+        plan = Plan(method, Classification(), copy.deepcopy(network), dataset, rows, settings)
         runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
         runtime.server = {"model": runtime.model.state()}
         client, received = runtime.begin(Request(0, 1, "train"))

@@ -36,6 +36,7 @@ from pfl_ext.federation import (
     Uploads,
     WorkingModel,
 )
+from pfl_ext.tasks import Classification
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def auxiliary(dataset: Dataset) -> Dataset:
 
 
 def _server(module: nn.Module, auxiliary: Dataset | None, held_out: Dataset | None = None, **vectors: Tensor) -> Server:
-    server = Server(module, Settings(seed=7), 3, auxiliary, held_out)
+    server = Server(Classification(), module, Settings(seed=7), 3, auxiliary, held_out)
     server.update(vectors)
     server.round = 1
     return server
@@ -462,6 +463,7 @@ from safetensors.torch import save_file
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Settings
+from pfl_ext.tasks import Classification
 
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 no = torch.zeros(48, dtype=torch.bool)

@@ -105,7 +105,7 @@ def test_help_shows_the_options_of_the_method_in_groups(
         main(["run", *arguments])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    for group in ("method ditto:", "data and network:", "partition ds1:", "network:", "output:"):
+    for group in ("method ditto:", "data, task and network:", "partition ds1:", "network:", "output:"):
         assert f"\n{group}\n" in text
     assert "--lam LAM" in text and "--mu" not in text and "--overwrite" in text
 

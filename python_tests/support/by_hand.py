@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.federation import Client, ClientRuntime, Server, Settings, WorkingModel
+from pfl_ext.tasks import Classification
 
 Turn = Callable[..., tuple[ClientRuntime, Client]]
 LR = 0.1
@@ -54,7 +55,7 @@ def models(runtime: ClientRuntime, client: Client, **published: Tensor) -> dict[
 
 def server_of(network: nn.Module, clients: int = 4, **vectors: Tensor) -> Server:
     """A server that holds these vectors, in its second round."""
-    server = Server(network, Settings(seed=7), clients)
+    server = Server(Classification(), network, Settings(seed=7), clients)
     server.update(vectors)
     server.round = 2
     return server
