@@ -68,7 +68,7 @@ class Here:
             _average([file.read(begin, min(step, size - begin)) for file in files], weights, normalize)
             for begin in range(0, size, step)
         ]
-        return torch.cat(pieces) if pieces else self.fetch(files[0])
+        return torch.cat(pieces).view(files[0].shape) if pieces else self.fetch(files[0])
 
     def fetch(self, vector: Vector) -> Tensor:
         """The vector, mapped where it is in a file."""

@@ -27,6 +27,8 @@ from pfl_ext.engines import EngineOptions, InProcess, make_engine
 from pfl_ext.engines.site import portion
 from pfl_ext.engines.torchrun import dealt
 from pfl_ext.federation import DamagedCheckpoint, Plan, Settings, checkpoint, stream
+from pfl_ext.federation.interruption import interruptible
+from pfl_ext.tasks import Classification
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without torch.distributed")
 
@@ -196,7 +198,7 @@ def test_clients_are_dealt_by_cost_the_largest_first() -> None:
 def test_a_rank_is_given_the_samples_of_its_clients_alone() -> None:
     digits = load("digits")
     cut = PARTITIONERS["iid"](digits, 4, generator=stream(0, "partition"))
-    plan = Plan.of(Ditto(), torch.nn.Linear(64, 10), digits, cut, Settings(), {}, None)
+    plan = Plan.of(Ditto(), Classification(), torch.nn.Linear(64, 10), digits, cut, Settings(), {}, None)
     own = portion(plan, [1, 3], rank=1, ranks=2)
     samples = [len(rows) for k in (1, 3) for rows in plan.rows[k]]
     assert len(own.dataset) == sum(samples) < len(digits) and own.rows.keys() == {1, 3}
@@ -358,14 +360,36 @@ def test_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
     assert "pfl-ext run: ranks 1, 2 of 3 did not start within 2 seconds" in done.stderr, done.stderr
 
 
-def test_a_signal_to_torchrun_ends_the_run_after_the_round_and_saves(start: Start, tmp_path: Path) -> None:
-    process = start(2, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000, checkpoint_every=100_000))
+@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "Ctrl-C"])
+def test_a_signal_ends_the_run_after_the_round_and_saves(how: str, start: Start, tmp_path: Path) -> None:
+    # A round of about a second: the second signal comes in the same.
+    options = {"rounds": 100_000, "checkpoint_every": 100_000, "local_epochs": 30}
+    process = start(2, "-m", "pfl_ext", *_run(tmp_path / "run", **options))
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
-    process.terminate()
+    if how == "Ctrl-C":  # to all of the terminal's processes, and once more from torchrun to its own
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.terminate()
     output, _ = process.communicate(timeout=60)
     done = _rounds(tmp_path / "run")
     assert f"stopped after round {done}; --resume goes on" in output, output
     assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{done:08d}.safetensors").exists()
+
+
+def test_two_signals_are_one_where_torchrun_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> bool:
+        with interruptible() as asked:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            return asked.is_set()
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert twice()
+    monkeypatch.setattr("pfl_ext.federation.interruption._TOGETHER", 0.0)  # the second comes later than that
+    with pytest.raises(KeyboardInterrupt):
+        twice()
 
 
 def test_a_wrong_option_is_said_once(start: Start, tmp_path: Path) -> None:

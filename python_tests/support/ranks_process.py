@@ -23,6 +23,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
     "fedgen": {"generator_steps": 3},
     "fedbuff": {"buffer": 2},
+    "cfl": {"first_cut": 2, "eps1": 100.0, "eps2": 0.0, "smallest": 1},
     "perada": {"kd_steps": 4, "kd_batch_size": 5, "kd_distance": True},
     "feddf": {"kd_steps": 4, "kd_batch_size": 5},
 }
