@@ -189,7 +189,7 @@ class Output:
                 f"--resume: there is no folder {self.folder}, so there is nothing to go on with; leave out --resume to "
                 "begin, or name the run's folder by --output"
             )
-        if self.resume or self.overwrite:
+        if self.resume or self.overwrite or restarted():  # before that, all was checked
             return
         for folder in runs:
             if has_results(folder):
@@ -221,12 +221,10 @@ def output_of(words: Words, default: str) -> Output:
     rest = words.rest
     if rest["resume"] and rest["overwrite"]:
         raise UsageError("--resume goes on with a run and --overwrite removes it: give one of them")
-    folder = rest["output"] or Path("results") / default
-    again = restarted() and folder.exists()  # torchrun has: what was begun goes on, also what overwrote another run
     return Output(
-        folder=folder,
-        resume=rest["resume"] or again,
-        overwrite=rest["overwrite"] and not again,
+        folder=rest["output"] or Path("results") / default,
+        resume=rest["resume"],
+        overwrite=rest["overwrite"],
         quiet=rest["quiet"],
         tensorboard=rest["tensorboard"],
         plots=not rest["no_plots"],

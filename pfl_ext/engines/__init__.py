@@ -4,7 +4,18 @@ from pfl_ext.federation import InProcess
 
 from .choice import EngineOptions, make_engine
 from .ranks import LostRank, restarted
-from .torchrun import Torchrun, lead
+from .torchrun import Torchrun, begun_before_restart, lead, note_begun
 from .workers import Workers
 
-__all__ = ["EngineOptions", "InProcess", "LostRank", "Torchrun", "Workers", "lead", "make_engine", "restarted"]
+__all__ = [
+    "EngineOptions",
+    "InProcess",
+    "LostRank",
+    "Torchrun",
+    "Workers",
+    "begun_before_restart",
+    "lead",
+    "make_engine",
+    "note_begun",
+    "restarted",
+]

@@ -87,6 +87,7 @@ class Ranks:
 
     Args:
         store: where they meet.
+        of_job: a store that outlives restarts.
         rank, size: which this is, and how many there are.
 
     Attributes:
@@ -96,8 +97,9 @@ class Ranks:
         busy: whether rank 0 waits for an answer.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, of_job: dist.Store) -> None:
         """Made by :meth:`join`."""
+        self._of_job = of_job
         self.rank, self.size = rank, size
         self.sent: dict[str, int] = {}
         self._store, self._over = store, threading.Event()
@@ -119,7 +121,7 @@ class Ranks:
         except RuntimeError as error:
             raise LostRank(f"rank {rank} does not reach rank 0 at {host}:{port} ({_first_line(error)})") from None
         store = dist.PrefixStore(f"pfl_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
-        ranks = cls(store, rank, size)
+        ranks = cls(store, rank, size, dist.PrefixStore("pfl_ext/job", meeting))
         ranks._meet(limit)
         ranks._connect()
         threading.Thread(target=ranks._watch, args=(store.clone(),), daemon=True).start()
@@ -240,6 +242,14 @@ class Ranks:
     def count(self, kind: str, size: int) -> None:
         """Count bytes as sent: of a collective those that no algorithm can do without."""
         self.sent[kind] = self.sent.get(kind, 0) + size
+
+    def note(self, what: str) -> None:
+        """Note something for the processes that may be started again after these."""
+        self._of_job.set(what, "noted")
+
+    def noted(self, what: str) -> bool:
+        """Whether it was noted, by these processes or by those before them."""
+        return bool(self._of_job.check([what]))
 
     # ---- who is gone -------------------------------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.store import merged
 from pfl_ext.federation.uploads import Here
 
-from .ranks import LostRank, Ranks, leave_signals_to_rank_0, under_torchrun
+from .ranks import LostRank, Ranks, leave_signals_to_rank_0, restarted, under_torchrun
 from .site import Eager, Published, Site, portion, test_rank
 
-__all__ = ["Reduction", "Torchrun", "lead"]
+__all__ = ["Reduction", "Torchrun", "begun_before_restart", "lead", "note_begun"]
 
 Reduction: TypeAlias = Literal["exact", "fast"]
 
@@ -65,6 +65,17 @@ def lead(main: Callable[[], int]) -> int:
         _joined = None
     _end(ranks)
     return status
+
+
+def note_begun(what: str) -> None:
+    """Note that this job has begun something, for :func:`begun_before_restart`."""
+    if _joined is not None:
+        _joined.note(what)
+
+
+def begun_before_restart(what: str) -> bool:
+    """Whether this job had begun that before torchrun started all its processes again."""
+    return _joined is not None and restarted() and _joined.noted(what)
 
 
 def _end(ranks: Ranks) -> None:

@@ -324,6 +324,28 @@ def test_a_rank_that_is_killed_costs_the_rounds_since_the_last_checkpoint_and_no
     assert differences(tmp_path / "one", tmp_path / "two") == []
 
 
+def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to_when_a_rank_was_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    compare = ["compare", "fedavg", "ditto", "--clients=4", "--quiet", "--no-plots", "--checkpoint-every=1"]
+    assert main([*compare, "--rounds=4", "--lr=0.3", "--output", str(tmp_path / "two")]) == 0
+    other = ["--rounds=5", "--lr=0.1", "--output"]
+    assert main([*compare, *other, str(tmp_path / "one")]) == 0
+    process = start(2, "-m", "pfl_ext", *compare, *other, tmp_path / "two", "--overwrite", restarts=1)
+    first = tmp_path / "two" / "fedavg-seed0" / "config.json"
+
+    def begun() -> bool:
+        """Whether the first run was begun anew: its options are others."""
+        return first.exists() and '"lr": 0.1' in first.read_text()
+
+    _until(lambda: (begun() and _rounds(first.parent) > 0) or process.poll() is not None)
+    os.kill(_ranks(process.pid)[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=_LIMIT)
+    assert process.returncode == 0, output
+    for run in ("fedavg-seed0", "ditto-seed0"):
+        assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
+
+
 def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start: Start, tmp_path: Path) -> None:
     process = start(3, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000))
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
