@@ -17,7 +17,7 @@ from pfl_ext.federation import Here
 from pfl_ext.federation.mapped import RemoteTensor, opened
 from pfl_ext.federation.messages import Vector
 
-from .ranks import Ranks, as_bytes
+from .ranks import LostRank, Ranks, as_bytes
 
 __all__ = ["Exchange"]
 
@@ -71,7 +71,8 @@ class Exchange:
             self._under_way.join()
             self._under_way = None
             if self._error is not None:
-                raise self._error
+                me = self._ranks.rank
+                raise LostRank(f"rank {me} cannot go on, nor can the others without it: {self._error}") from self._error
 
     def _run(self) -> None:
         try:

@@ -95,6 +95,7 @@ class Ranks:
         uplink: the connections of the uploads.
         gpus: whether each rank of this machine can have a GPU of its own.
         busy: whether rank 0 waits for an answer.
+        broken: whether a rank was lost, or the job is over.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, of_job: dist.Store) -> None:
@@ -104,7 +105,7 @@ class Ranks:
         self.sent: dict[str, int] = {}
         self._store, self._over = store, threading.Event()
         self.uplink: Any = None
-        self.gpus = self.busy = False
+        self.gpus = self.busy = self.broken = False
 
     @classmethod
     def join(cls) -> Ranks:
@@ -259,13 +260,13 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not self._over.is_set():
-                self._lost(error)
-            raise LostRank("the job is over") from error
+            if self.broken:
+                raise LostRank("a rank was lost before, or the job is over") from error
+            self._lost(error)
 
     def _lost(self, error: Exception) -> NoReturn:
         gone = self._silent()
-        self._over.set()
+        self.broken = True
         who = "; ".join(f"rank {r} ({self._store.get(f'name/{r}').decode()})" for r in gone) or "a rank"
         raise LostRank(f"{who} has ended or cannot be reached any more ({_first_line(error)})") from None
 
@@ -307,13 +308,9 @@ class Ranks:
             print(f"pfl-ext: rank {self.rank} ends: {why}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    @property
-    def broken(self) -> bool:
-        """Whether a rank was lost, or all is over."""
-        return self._over.is_set()
-
     def leave(self) -> None:
         """The job is over: nobody is missed any more."""
+        self.broken = True
         self._over.set()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

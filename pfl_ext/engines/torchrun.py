@@ -111,6 +111,7 @@ def _serve(ranks: Ranks) -> None:
 
 
 _ANSWERED = frozenset({"run", "average", "fetch", "outputs", "state", "save", "sent"})
+_TOGETHER = frozenset({"average", "publish"})
 
 Answer: TypeAlias = tuple[Exception | None, Any]
 
@@ -132,6 +133,8 @@ def _done(site: Site, name: str, arguments: Sequence[Any]) -> Answer:
     except LostRank:
         raise
     except Exception as error:
+        if name in _TOGETHER:  # the others wait for this rank, and would for ever: it ends
+            raise LostRank(f"rank {site.rank} cannot go on, nor can the others without it: {error}") from error
         return _portable(error, site.rank), None
     # Everybody has an average: rank 0 needs none of another.
     return None, None if name == "average" else found
@@ -243,6 +246,7 @@ class Torchrun(Here):
         self._free = not kept and size <= _WHOLE_DATA and ranks.size > 1
         costs = {k: len(rows.train) for k, rows in plan.rows.items()}
         self._owner = dealt(list(costs), list(costs.values()), ranks.size)
+        ranks.busy = True
         self._tell("look", sys.path)
         for rank in range(1, ranks.size):
             own = sorted(k for k, owner in self._owner.items() if owner == rank)
@@ -254,6 +258,7 @@ class Torchrun(Here):
         self._site = Site(ranks, plan, [] if self._free else own)
         self._started = True
         answers = [ranks.receive(rank) for rank in range(1, ranks.size)]
+        ranks.busy = False
         for error, _ in answers:
             _raise(error)
         self._asynchronous = plan.method.buffer is not None

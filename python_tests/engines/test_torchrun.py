@@ -356,6 +356,14 @@ def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start:
     assert re.search(rf"pfl-ext run: rank 2 \(process {pid} on .*\) has ended or cannot be reached", output), output
 
 
+def test_a_rank_that_cannot_take_part_in_an_average_ends_the_job_and_says_why(start: Start, tmp_path: Path) -> None:
+    process = start(2, SUPPORT / "ranks_process.py", tmp_path / "answer.json", tmp_path, "full_disk")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    told = r"rank 1 cannot go on, nor can the others without it: \[Errno 28\] No space left on device: '/scratch/slice'"
+    assert re.search(told, output), output
+
+
 def test_a_rank_that_hangs_is_named(start: Start, tmp_path: Path) -> None:
     command = ["-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000)]
     process = start(2, *command, PFL_EXT_RANK_TIMEOUT="3")
