@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,26 @@ def test_nodes_with_their_own_data_and_a_superlink_that_is_killed_give_the_bits_
     assert {path.name.split("-")[1] for path in (tmp_path / "0").iterdir()} == {"0"}
     content = (tmp_path / "app/results/checkpoints/checkpoint-00000002.safetensors").read_bytes()
     assert files.load(2)["personal"].numpy().tobytes() not in content
+
+
+@pytest.mark.skipif("PFL_EXT_LONG" not in os.environ, reason="takes minutes: PFL_EXT_LONG=1 runs it")
+def test_a_run_outlives_a_superlink_that_is_restarted_and_a_node_that_is_killed(
+    tmp_path: Path, flower_environment: dict[str, str]
+) -> None:
+    _write_clinics(tmp_path)
+    with deployment(tmp_path, flower_environment) as run:
+        run.run("pfl-ext", "flower", "new", "app", "ditto", *OPTIONS)
+        run.superlink()
+        for k in range(NODES):
+            _start(run, k)
+        run.run("flwr", "run", "app", "clinics", "--run-config", "federation.rounds=3 flower.timeout=40.0")
+        saved = tmp_path / "app/results/checkpoints"
+        run.wait_until(saved / "checkpoint-00000001.safetensors")
+        # The ServerApp is a process of its own and goes on when the SuperLink is back.
+        run.kill("superlink")
+        run.superlink()
+        run.wait_until(saved / "checkpoint-00000002.safetensors")
+        run.kill("node1")
+        run.wait_until(saved / "checkpoint-00000003.safetensors")
+    assert [record.get("dropped") for record in _records(tmp_path)] == [None, None, [1]]
+    assert [record["clients"] for record in _records(tmp_path)] == [[0, 1], [0, 1], [0]]
