@@ -206,11 +206,14 @@ def spectral_cases(clients: int, length: int, device: str) -> Iterator[GpuCase]:
     )
 
 
-def cases(device: str, shapes: str = "lenet") -> Iterator[GpuCase]:
-    """All of them."""
+_SMALL, _LARGE = ((512, 10), (64, 1_000), (8, 32_000)), ((65_536, 10), (8_192, 1_000), (256, 32_000))
+
+
+def cases(device: str, shapes: str = "lenet", large: bool = False) -> Iterator[GpuCase]:
+    """All of them, at sizes for an interpreter or, ``large``, for a GPU."""
     for dtype in (torch.float32, torch.bfloat16):
         yield from list_cases(shapes, dtype, device)
-    yield from spectral_cases(4, 62_006, device)
-    for rows, classes in ((512, 10), (64, 1_000), (8, 32_000)):
+    yield from spectral_cases(4, 11_181_642 if large else 62_006, device)
+    for rows, classes in _LARGE if large else _SMALL:
         for dtype in (torch.float32, torch.bfloat16):
             yield from distillation_cases(rows, classes, dtype, device)

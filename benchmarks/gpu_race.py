@@ -164,7 +164,7 @@ def main(shapes: str, rounds: int, output: Path | None, readme: Path | None) -> 
     if simulated() and readme is not None:
         raise ValueError("this GPU is simulated: its times are those of an interpreter and do not go into a README")
     before, flush, found = _clocks(), _Flush(), []
-    for case in cases("cuda", shapes):
+    for case in cases("cuda", shapes, large=not simulated()):
         times = _times(case, rounds, flush)
         found.append((case, times))
         print(f"{case.op}, {case.size}, {case.dtype}: {median(times['pfl_ext']):.1f} us", file=sys.stderr, flush=True)
