@@ -202,22 +202,24 @@ class SavedModels:
         folder: the results of the run.
         experiment: that of its ``config.json``.
         client: whose models and data.
+        device: where they are computed with; by default that of the run.
 
     Raises:
-        ValueError: the run has no such client.
+        ValueError: the run has no such client, or the device cannot be used.
         FileNotFoundError: it has no checkpoint.
     """
 
-    def __init__(self, folder: Path, experiment: Experiment, client: int) -> None:
+    def __init__(self, folder: Path, experiment: Experiment, client: int, device: str | None = None) -> None:
         """See the class."""
+        of_run = experiment.settings.device
         here = dataclasses.replace(
             experiment,
-            settings=dataclasses.replace(experiment.settings, store="memory"),
+            settings=dataclasses.replace(experiment.settings, store="memory", device=device or of_run),
             engine=EngineOptions(engine="process"),
             partition_file=folder / "partition.safetensors",
         )
         federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed
-        federation.read(folder)
+        federation.read(folder, of_run)
         self._partition = federation.partition
         if not 0 <= client < self._partition.clients:
             raise ValueError(f"client is {client}; the run has clients 0 to {self._partition.clients - 1}")
@@ -250,4 +252,4 @@ class SavedModels:
         """
         indices: Tensor = self._partition.global_test if split == "global_test" else getattr(self.client, split)
         order = torch.randperm(len(indices), generator=stream(seed, "landscape/samples"))
-        return indices[order[:most]]
+        return indices[order[:most].to(indices.device)]

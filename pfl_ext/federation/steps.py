@@ -190,7 +190,7 @@ def mean_loss(losses: Iterable[Tensor]) -> float:
     """The mean of the losses of a turn's steps, NaN without any. Read once, at the end: a step waits for nothing."""
     total, steps = torch.zeros(()), 0
     for loss in losses:
-        total = total.to(loss.device) if steps == 0 else total
+        total = torch.zeros((), device=loss.device) if steps == 0 else total
         total += loss
         steps += 1
     return float(total) / steps if steps else math.nan
