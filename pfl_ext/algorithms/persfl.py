@@ -185,7 +185,8 @@ class PersFL(Method):
             for name, p in zip(names, model.trained, strict=True)
         }
         students = list(stacked.values())
-        sgd = Steps(client, self, params=students, lr=self.distill_lr or None)
+        expected = client.steps_of(self.batch_size, epochs=self.distill_epochs)
+        sgd = Steps(client, self, params=students, lr=self.distill_lr or None, expected=expected)
         temperature = teacher_logits.new_tensor([t for t, _ in points]).view(-1, 1, 1)
         lam = teacher_logits.new_tensor([x for _, x in points]).view(-1, 1, 1)
         forward = vmap(lambda some, x: functional_call(model.module, some, (x,)), in_dims=(0, None))

@@ -96,6 +96,15 @@ class Client:
         self._set: dict[str, Tensor] = {}
 
     @property
+    def rounds(self) -> int:
+        """How many rounds the run has."""
+        return self._settings.rounds
+
+    def steps_of(self, batch_size: int, *, epochs: int = 1, steps: int | None = None) -> int:
+        """How many batches :meth:`batches` gives, but for what it leaves out."""
+        return epochs * -(-self.samples // batch_size) if steps is None else steps
+
+    @property
     def samples(self) -> int:
         """n_k, how many training samples the client has."""
         return len(self.train)
