@@ -27,6 +27,7 @@ from .reports import (
     client_density,
     client_distribution,
     lock,
+    partitions,
     recorded,
     tensorboard,
     versions,
@@ -187,7 +188,9 @@ def draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition) -> No
         accuracy_curves(runs, folder / "accuracy.png")
         client_distribution(runs, folder / "clients.png")
         client_density(runs, folder / "density.png")
-        partition.draw(dataset, folder / "partition.png")
+        several = len(partitions(runs))
+        note = f"the last seed's, one of {several} partitions" if several > 1 else ""
+        partition.draw(dataset, folder / "partition.png", note)
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
 
@@ -223,7 +226,22 @@ class SavedModels:
         self.model: WorkingModel = engine.runtime.model
         self.client: Client
         self.client, received = engine.runtime.begin(Request(client, federation.round, "evaluate"))
-        self.states: dict[str, Tensor] = engine.runtime.models(self.client, received)
+        self._models = engine.runtime.models(self.client, received)
+        self.names = list(self._models)
+
+    def state(self, name: str) -> Tensor:
+        """A model as a state of the network.
+
+        Raises:
+            ValueError: it is no such state.
+        """
+        found = self._models[name]
+        if not isinstance(found, Tensor):
+            raise ValueError(
+                f"the {name} model of this method is not one network's weights but a prediction made of several, or of "
+                "samples that the client keeps; accepted are models that are a state of the network"
+            )
+        return found
 
     def samples(self, split: str, most: int, seed: int) -> Tensor:
         """Indices of at most so many samples of the client's ``split``, or of the ``global_test``.

@@ -12,6 +12,7 @@ from pfl_ext.data import AUGMENTATIONS, Dataset, Inputs
 from pfl_ext.data.nests import split
 from pfl_ext.tasks import Task
 
+from .features import Features
 from .messages import Stage
 from .model import WorkingModel
 from .privacy import sampling, secure_uniform
@@ -235,6 +236,11 @@ class Client:
         """Outputs (logits, say) and targets of these samples by the working model as it is, in evaluation mode."""
         return current_outputs(self.model, self._dataset, indices)
 
+    def features(self, indices: Tensor, head: str = "") -> tuple[Tensor, Tensor]:
+        """What enters the head of the working model as it is, in evaluation mode, for these samples; and targets."""
+        with Features(self.model, head) as features:
+            return current_outputs(self.model, self._dataset, indices, predict=features)
+
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
         if len(indices) == 0:
@@ -244,15 +250,23 @@ class Client:
 
 @torch.no_grad()
 def current_outputs(
-    model: WorkingModel, dataset: Dataset, indices: Tensor, reduce: Reduce = lambda *both: both
+    model: WorkingModel,
+    dataset: Dataset,
+    indices: Tensor,
+    reduce: Reduce = lambda *both: both,
+    predict: Callable[[Inputs], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and targets of samples by a model as it is, in evaluation mode, or what ``reduce`` makes of them."""
+    """Outputs and targets of samples by a model as it is, in evaluation mode, or what ``reduce`` makes of them.
+
+    ``predict`` makes the outputs in place of the model.
+    """
+    predict = model if predict is None else predict
     training = model.module.training
     model.module.eval()
     parts, targets = [], []
     for part in indices.split(_EVALUATION_BATCH):
         x, y = dataset.batch(part)
-        found, y = reduce(model(x), y)
+        found, y = reduce(predict(x), y)
         parts.append(found)
         targets.append(y)
     model.module.train(training)

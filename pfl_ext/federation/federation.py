@@ -99,7 +99,7 @@ class Federation:
         self.server = Server(self.task, module, s, partition.clients, unlabelled, held_out)
         kind: type[Synchronous | Asynchronous] = Synchronous if method.buffer is None else Asynchronous
         samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
-        rounds = kind(method, s, self.engine, samples, clock)
+        rounds = kind(method, s, self.server, self.engine, samples, clock)
         self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds)
         check_batch(self.task, self.server.model, self.dataset, partition)
         method.set_up(self.server)
@@ -171,6 +171,7 @@ class Federation:
     def _one_round(self) -> Record:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
+        self.server.begin(t, members(s, self.partition.clients, t))
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
             self._state.reports.update(client, report)
@@ -207,7 +208,6 @@ class Federation:
 
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
-        self.server.begin(t, members(self.settings, self.partition.clients, t))
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
             seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.device)
             self.method.aggregate(self.server, round.uploads)

@@ -186,7 +186,9 @@ class Steps:
         self.step(gradients)
         return objective
 
-    def train(self, loss: Loss | None = None, *, epochs: int | None = None, batches: str = "batches") -> float:
+    def train(
+        self, loss: Loss | None = None, *, epochs: int | None = None, steps: int = 0, batches: str = "batches"
+    ) -> float:
         r"""Steps on L for a turn's length.
 
         Where the run is differentially private the gradients are those of :func:`~.privacy.private_gradients`; the
@@ -194,7 +196,8 @@ class Steps:
 
         Args:
             loss: L; by default that of the task.
-            epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
+            epochs, steps: passes over the data, or so many steps, in place of the method's ``local_epochs`` or
+                ``local_steps``.
             batches: the stream that orders the batches.
 
         Returns:
@@ -202,6 +205,8 @@ class Steps:
         """
         client, method = self.client, self.method
         length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+        if steps:
+            length = {"steps": steps}
         if self._expected is None and self._scheduled:
             self._expected = client.steps_of(method.batch_size, **length)
         client.model.module.train()

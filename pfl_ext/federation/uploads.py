@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -140,6 +140,11 @@ class Uploads:
             rows: indices of its samples.
         """
         return self._access.outputs([vectors[name] for vectors in self._vectors], model, data, rows)
+
+    def one_by_one(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Each client and its vector, which is fetched when its turn comes: never are all in memory for this."""
+        for client, vectors in zip(self.clients, self._vectors, strict=True):
+            yield client, self._access.fetch(vectors[name])
 
     def __len__(self) -> int:
         """How many clients sent something."""

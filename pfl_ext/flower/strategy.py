@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_average
 
 from .arrays import copied, record_of, viewed
-from .grid import ArrivingGrid
+from .grid import ArrivingGrid, content_of
 
 __all__ = ["FusedFedAvg", "read_arrays", "write_arrays"]
 
@@ -49,6 +49,9 @@ class FusedFedAvg(FedAvg):
         streaming: add up uploads as they arrive and forget them, in the memory of one model. The order of the sum is
             that of arrival then, and its last bits depend on it. Use :meth:`start` as ever.
         fedavg: the options of Flower's FedAvg.
+
+    Attributes:
+        report: numbers that :meth:`combine` adds to the round's metrics.
     """
 
     def __init__(self, *, lr: float = 1.0, nonfinite: str = "skip", streaming: bool = False, **fedavg: Any) -> None:
@@ -61,6 +64,7 @@ class FusedFedAvg(FedAvg):
         if streaming and lr != 1.0:
             raise ValueError(f"lr is {lr} with streaming; 1 is accepted there")
         self.lr, self.nonfinite, self.streaming = lr, nonfinite, streaming
+        self.report: dict[str, float] = {}
         self._arrays = ArrayRecord()
         self._asked: set[int] = set()
 
@@ -96,13 +100,27 @@ class FusedFedAvg(FedAvg):
                 models.append(model)
         if not weights or sum(weights) <= 0:
             return None, None
-        if stream is not None:
-            average = stream.result()
-        elif self.lr == 1.0:
-            average = weighted_average(models, weights)
+        self.report.clear()
+        new = self.combine(models, weights) if stream is None else stream.result()
+        told = self.train_metrics_aggr_fn(metrics, self.weighted_by_key)
+        told.update(self.report)
+        return record_of(new), told
+
+    def combine(self, models: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+        """The new model of what usable clients sent: to be extended by strategies that do more than average.
+
+        The models lie where Flower has put them: read them, and copy what you would change.
+        """
+        if self.lr == 1.0:
+            new: dict[str, Tensor] = weighted_average(models, weights)
         else:
-            average = server_update(viewed(self._arrays), models, weights, lr=self.lr)
-        return record_of(average), self.train_metrics_aggr_fn(metrics, self.weighted_by_key)
+            new = server_update(self.server, models, weights, lr=self.lr)
+        return new
+
+    @property
+    def server(self) -> dict[str, Tensor]:
+        """The model that the clients began the round with; not to be changed in place."""
+        return viewed(self._arrays)
 
     def _usable(
         self, server_round: int, replies: Iterable[Message]
@@ -139,9 +157,8 @@ class FusedFedAvg(FedAvg):
         Raises:
             ValueError: it cannot be averaged; the message says why.
         """
-        if reply.has_error():
-            raise ValueError(f"it answered with an error: {reply.error.reason}")
-        arrays, metrics = list(reply.content.array_records.values()), list(reply.content.metric_records.values())
+        content = content_of(reply)
+        arrays, metrics = list(content.array_records.values()), list(content.metric_records.values())
         if len(arrays) != 1 or len(metrics) != 1:
             raise ValueError(
                 f"it sent {len(arrays)} ArrayRecords and {len(metrics)} MetricRecords; one of each is accepted"
