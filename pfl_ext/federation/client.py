@@ -241,6 +241,10 @@ class Client:
         with Features(self.model, head) as features:
             return current_outputs(self.model, self._dataset, indices, predict=features)
 
+    def metrics(self, indices: Tensor) -> dict[str, float]:
+        """The task's metrics of the working model on these samples."""
+        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
+
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
         if len(indices) == 0:
