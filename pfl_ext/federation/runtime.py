@@ -218,6 +218,10 @@ class ClientRuntime:
         found = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
         return found | self.method.models(client, received)
 
+    def models_of(self, client: int, round: int) -> dict[str, Tensor]:
+        """A client's models by name, after a round."""
+        return self.models(*self.begin(Request(client, round, "evaluate")))
+
     def _evaluate(self, request: Request, client: Client, received: Vectors) -> Reply:
         """Metrics of the client's models; nothing that is kept changes."""
         s = self.settings

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pfl_ext.metrics import summarize
+from pfl_ext.metrics import scale_of, summarize
 
 from .results import ResultsFolder, Runs
 from .rounds import best_rounds
-from .tables import client_values, folders_of, models_of, scale_of
+from .tables import client_values, folders_of, models_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def accuracy_curves(
     Args:
         runs: As for `comparison`.
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
-        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        metric: Any of the records; shares such as the accuracy are drawn in per cent.
         statistic: Over the clients: a key of `summarize`.
         split: ``"test"`` or ``"validation"``.
 
@@ -177,7 +177,7 @@ def option_curves(
         points: The option's values with the runs at each, in order; they stand at equal distances.
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
         option: What to write at the axis.
-        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        metric: Any of the records; shares such as the accuracy are drawn in per cent.
         new_clients: Of the clients that joined late, not of the others.
 
     Raises:
@@ -361,7 +361,7 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def _word(metric: str) -> str:
-    return "AUC" if metric == "auc" else metric
+    return {"iou": "IoU", "r2": "R²"}.get(metric, metric.upper() if metric in ("auc", "mae", "rmse") else metric)
 
 
 def _unit(metric: str) -> str:
