@@ -53,6 +53,7 @@ class Experiment:
     partition: str = PARTITION_OPTIONS["name"].default
     clients: int | None = None
     partition_options: Mapping[str, Any] = field(default_factory=dict)
+    partition_seed: int | None = None
     partition_file: Path | None = None
     task: str = TASK_OPTIONS["name"].default
     task_options: Mapping[str, Any] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Experiment:
             partition=cut["name"],
             clients=cut["clients"],
             partition_options=cut_options,
+            partition_seed=cut["seed"],
             partition_file=cut["file"],
             task=learned["name"],
             task_options=task_own,
@@ -120,6 +122,7 @@ class Experiment:
             value = self.partition_options.get(option.name, option.default)
             if value is not REQUIRED:
                 cut[option.name] = value
+        cut["seed"] = self.partition_seed
         if self.partition_file is not None:
             cut["file"] = str(self.partition_file)
         return _without_none(
@@ -151,9 +154,14 @@ class Experiment:
             known("data", name)  # tells what that is
         return load(name, root, self.data_options.get("download", False))
 
+    @property
+    def data_seed(self) -> int:
+        """What decides which samples there are and who has them."""
+        return self.settings.seed if self.partition_seed is None else self.partition_seed
+
     def make_data(self) -> tuple[Dataset, Partition]:
         """The data set and its partition: that of the file, or drawn from the seed."""
-        some, seed = self.data_options, self.settings.seed
+        some, seed = self.data_options, self.data_seed
         dataset = self._load(self.data) if self.dataset is None else self.dataset
         for part, test in (("train_samples", False), ("test_samples", True)):
             if some.get(part, 0):
@@ -260,7 +268,7 @@ def restored(folder: Path, experiment: Experiment, checkpoint: Path | None = Non
     here = dataclasses.replace(
         experiment,
         settings=dataclasses.replace(experiment.settings, store="memory"),
-        engine=EngineOptions(),
+        engine=EngineOptions(engine="process"),
         partition_file=folder / "partition.safetensors",
     )
     federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import pfl_ext
 
@@ -41,7 +43,7 @@ def save_model(
         "task": sections["task"],
         "data": dataset.name,
         "classes": list(dataset.classes),
-        **{name: None if numbers is None else numbers.tolist() for name, numbers in statistics.items()},
+        **{name: _plain(numbers) for name, numbers in statistics.items()},
     }
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -49,3 +51,10 @@ def save_model(
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _plain(numbers: Tensor | Mapping[str, Tensor] | None) -> Any:
+    """Tensors, by their names where there are several, as JSON has them."""
+    if isinstance(numbers, Mapping):
+        return {name: tensor.tolist() for name, tensor in numbers.items()}
+    return None if numbers is None else numbers.tolist()

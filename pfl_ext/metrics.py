@@ -21,6 +21,7 @@ __all__ = [
     "scale_of",
     "sign_of",
     "summarize",
+    "word_of",
 ]
 
 SHARES = {"accuracy", "auc", "iou"}
@@ -40,6 +41,11 @@ def scale_of(metric: str) -> float:
 def sign_of(metric: str) -> float:
     """What a metric is multiplied by so that higher is better: 1, or -1 where low is good."""
     return -1.0 if metric in LOWER_IS_BETTER else 1.0
+
+
+def word_of(metric: str) -> str:
+    """What a metric is called in a sentence."""
+    return {"auc": "AUC", "mae": "MAE", "rmse": "RMSE", "iou": "IoU", "r2": "R²"}.get(metric, metric)
 
 
 def prediction_distance(personal: Tensor, other: Tensor) -> float:

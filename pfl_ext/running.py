@@ -19,7 +19,7 @@ from .data import Dataset, Partition
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import scale_of
-from .reports import CONFIG, Look, ResultsFolder, comparison, per_user, table, tails, transpose
+from .reports import CONFIG, Look, ResultsFolder, comparison, table, tails, users
 from .reports.tables import Style
 from .runs import draw, has_results, run_in
 
@@ -217,7 +217,7 @@ def run_all(
     runs: dict[str, list[Run]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
     for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
-        seed = experiment.settings.seed
+        seed = experiment.data_seed
         if seed not in made:
             made = {seed: experiment.make_data()}  # one at a time: they are large
         look = look.of(experiment.make_task(made[seed][0]).metric)
@@ -259,27 +259,10 @@ def compare_all(
         found, dataset, partition = run_all(experiments, output.folder, output, look)
     write_tables(found.rows(), output.folder, "comparison", found.look.columns)
     write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails")
-    (output.folder / "users.md").write_text(_users(found), encoding="utf-8")
+    (output.folder / "users.md").write_text(users(found.folders, found.look.metric or ""), encoding="utf-8")
     if output.plots:
         draw(found.folders, output.folder, dataset, partition, found.look)
     return found
-
-
-def _users(found: Compared) -> str:
-    """PersFL's Tables 2 to 6: a row a user, for the metric and for what clients chose where they chose something."""
-    metric = found.look.metric or ""
-    unit = ", per cent" if scale_of(metric) == 100 else ""
-    text = f"{metric.capitalize()} of each user's personal model (global where a method has none){unit}\n\n"
-    text += table(transpose(per_user(found.folders, f"personal/test/{metric}"), "user"))
-    for chosen, title in (
-        ("temperature", "Temperature T that each user chose"),
-        ("lambda", "Imitation lambda that each user chose"),
-        ("teacher_round", "Round of each user's optimal teacher"),
-    ):
-        some = {name: folders for name, folders in found.folders.items() if chosen in folders[0].clients()[0]}
-        if some:
-            text += f"\n{title}\n\n" + table(transpose(per_user(some, chosen), "user"))
-    return text
 
 
 def write_tables(

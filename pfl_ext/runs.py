@@ -17,7 +17,7 @@ from torch import Tensor
 from .data import Dataset, Partition
 from .engines import EngineOptions, InProcess
 from .experiment import Experiment, restored
-from .federation import Client, Federation, ForeignCheckpoint, Request, Settings, WorkingModel, stream
+from .federation import Client, Federation, ForeignCheckpoint, Request, Settings, WorkingModel, state_of, stream
 from .options import nearest
 from .reports import (
     CONFIG,
@@ -30,6 +30,7 @@ from .reports import (
     client_density,
     client_distribution,
     lock,
+    partitions,
     read_config,
     recorded,
     tensorboard,
@@ -75,6 +76,8 @@ def run_in(
     overwrite: bool = False,
     quiet: bool = False,
     board: bool = False,
+    make: Callable[..., Federation] | None = None,
+    seen: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Mapping[str, Any]:
     """Run an experiment in a folder, with everything a results folder has; returns the last round's record.
 
@@ -88,6 +91,8 @@ def run_in(
         overwrite: remove the results of an earlier run in the folder. They stay if this one cannot begin.
         quiet: show no progress.
         board: write TensorBoard files too.
+        make: makes the federation, where that is not :meth:`Experiment.make` alone.
+        seen: called with every record.
 
     Raises:
         ForeignCheckpoint: the folder's run, which was to be resumed, has other options; the message lists them.
@@ -104,7 +109,7 @@ def run_in(
             results = ResultsFolder.open(folder) if begun else ResultsFolder.create(folder)
             try:
                 with _differences_listed(folder, experiment):
-                    federation = experiment.make(dataset, partition, folder=folder, resume=resume)
+                    federation = (make or experiment.make)(dataset, partition, folder=folder, resume=resume)
                 look = look.of(federation.task.metric)
                 _check_metric(federation, look)
             except BaseException:
@@ -124,6 +129,7 @@ def run_in(
         stack.push(_at_end(results.write_csv))
         for record in recorded(federation, results):
             progress.update(min(record["round"], rounds), **_shown(record, look.metric or ""))
+            seen(record)
             if opened is not None:
                 opened.append(record)
     return results.records()[-1]
@@ -250,7 +256,9 @@ def draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition, look:
         accuracy_curves(runs, folder / "curves.png", metric)
         client_distribution(runs, folder / "clients.png", f"personal/test/{metric}")
         client_density(runs, folder / "density.png", f"personal/test/{metric}")
-        partition.draw(dataset, folder / "partition.png")
+        several = len(partitions(runs))
+        note = f"the last seed's, one of {several} partitions" if several > 1 else ""
+        partition.draw(dataset, folder / "partition.png", note)
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
 
@@ -279,7 +287,16 @@ class SavedModels:
         self.model: WorkingModel = engine.runtime.model
         self.client: Client
         self.client, received = engine.runtime.begin(Request(client, federation.round, "evaluate"))
-        self.states: dict[str, Tensor] = engine.runtime.models(self.client, received)
+        self._models = engine.runtime.models(self.client, received)
+        self.names = list(self._models)
+
+    def state(self, name: str) -> Tensor:
+        """A model as a state of the network.
+
+        Raises:
+            ValueError: it is no such state.
+        """
+        return state_of(name, self._models[name])
 
     def samples(self, split: str, most: int, seed: int) -> Tensor:
         """Indices of at most so many samples of the client's ``split``, or of the ``global_test``.

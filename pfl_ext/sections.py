@@ -164,6 +164,12 @@ DATA_OPTIONS = {
 PARTITION_OPTIONS = {
     "name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
     "clients": Option("clients", int | None, None, "number of clients (default: 10; by_domain: one for each)"),
+    "seed": Option(
+        "partition_seed",
+        int | None,
+        None,
+        "a seed of its own for who has which samples: a client is then the same for every seed (default: the seed)",
+    ),
     "file": Option("partition_file", Path | None, None, "a saved partition in place of a drawn one"),
 }
 """The options of the table ``partition`` beside those of the partitioner."""

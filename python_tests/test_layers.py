@@ -26,7 +26,7 @@ LAYERS = (
     ("sections", "benchmarks"),
     ("experiment",),
     ("comparison", "configuration", "runs", "exported"),
-    ("running",),
+    ("running", "flower", "flower_app"),
     ("interface",),
     ("commands",),
     ("cli",),

@@ -105,8 +105,7 @@ class FedFomo(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Take over models and affinities, and choose what everybody is sent next."""
         models, affinity, known = server["models"], server["affinity"], server["known"]
-        sent = zip(uploads.clients, uploads.each("model"), uploads.each("affinity"), strict=True)
-        for k, state, weights in sent:
+        for (k, state), weights in zip(uploads.one_by_one("model"), uploads.each("affinity"), strict=True):
             received = [n for n in server["chosen"][k].tolist() if n >= 0]
             affinity[k, received] += weights
             # Buffers that the clients do not send stay as they are.

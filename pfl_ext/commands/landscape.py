@@ -102,18 +102,18 @@ def _surfaces(folder: Path, request: Request) -> dict[str, Surface]:
     """The loss around each model of a run."""
     experiment = experiment_of(folder, request.data_root, trusted=request.trust_code)
     saved = SavedModels(folder, experiment, request.client)
-    chosen = list(saved.states) if request.models is None else request.models
+    chosen = saved.names if request.models is None else request.models
     for name in chosen:
-        if name not in saved.states:
-            close = nearest(name, saved.states)
-            raise UsageError(f"--models {name}: {folder} has {', '.join(saved.states)}{close}")
+        if name not in saved.names:
+            close = nearest(name, saved.names)
+            raise UsageError(f"--models {name}: {folder} has {', '.join(saved.names)}{close}")
     indices = saved.samples(request.split, request.samples, request.seed)
     if len(indices) == 0:
         raise UsageError(f"--split {request.split}: client {request.client} has no such data")
     return {
         name: loss_surface(
             saved.model,
-            saved.states[name],
+            saved.state(name),
             lambda: saved.client.loss(indices),
             stream(request.seed, "landscape"),
             points=request.points,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pfl_ext.comparison import Point, points
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import Look, Runs, option_curves, table, tails
+from pfl_ext.reports import Look, Runs, option_curves, table, tails, users
 from pfl_ext.running import Output, data_name, folders_of, run_all, with_config, write_tables
 from pfl_ext.runs import draw
 
@@ -82,6 +82,7 @@ def _run(request: Request, output: Output, look: Look) -> int:
         runs, look = found.folders, found.look
         if output.plots:
             draw(runs, output.folder / point.folder, dataset, partition, look)
+        (output.folder / point.folder / "users.md").write_text(users(runs, look.metric or ""), encoding="utf-8")
         both = (found.rows(), tails(runs, look.metric or ""))
         for row, of_tails in zip(*both, strict=True):
             applies = point.applies[str(row["method"])]

@@ -30,7 +30,7 @@ from .model import WorkingModel
 from .plan import Plan
 from .requirements import check_batch, check_buffers, check_run, usable_device
 from .rounds import Asynchronous, Round, Synchronous, diverged, members, received
-from .runtime import ClientRuntime, seed_layers, threads
+from .runtime import ClientRuntime, seed_layers, state_of, threads
 from .server import Server
 from .settings import Settings
 from .state import RunState
@@ -102,7 +102,7 @@ class Federation:
         self.server = Server(self.task, module, s, partition.clients, unlabelled, held_out)
         kind: type[Synchronous | Asynchronous] = Synchronous if method.buffer is None else Asynchronous
         samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
-        rounds = kind(method, s, self.engine, samples, clock)
+        rounds = kind(method, s, self.server, self.engine, samples, clock)
         self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds)
         check_batch(self.task, self.server.model, self.dataset, partition)
         method.set_up(self.server)
@@ -130,6 +130,11 @@ class Federation:
     def recorded(self) -> int:
         """The round of the last record."""
         return self._state.recorded
+
+    @property
+    def moment(self) -> int:
+        """How far the run is, after the last round too: the number of the checkpoint that would be written now."""
+        return self.round + self._state.personalized
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -170,6 +175,7 @@ class Federation:
     def _one_round(self) -> Record:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
+        self.server.begin(t, members(s, self.partition.clients, t))
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
             self._state.reports.update(client, report)
@@ -206,9 +212,8 @@ class Federation:
 
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
-        self.server.begin(t, members(self.settings, self.partition.clients, t))
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
-            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
+            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.device)
             self.method.aggregate(self.server, round.uploads)
         self._names |= {name for reply in round.replies for name in reply.received}
         for name in self._names & self.server.keys():
@@ -247,10 +252,12 @@ class Federation:
         if not 0 <= client < self.partition.clients:
             raise ValueError(f"client is {client}; the run has clients 0 to {self.partition.clients - 1}")
         with torch.random.fork_rng(devices=[]):
-            models = self._runtime().models_of(client, self.round)
+            runtime = self._runtime()
+            models = runtime.models(*runtime.begin(Request(client, self.round, "evaluate")))
         if not models:
             raise ValueError(f"{self.method.name} has neither a personal nor a global model")
-        return self._module_of(models.get("personal", models.get("global", next(iter(models.values())))))
+        name = next((name for name in ("personal", "global") if name in models), next(iter(models)))
+        return self._module_of(state_of(name, models[name]))
 
     def _runtime(self) -> ClientRuntime:
         """A runtime of all clients in this process."""
@@ -275,7 +282,8 @@ class Federation:
     def _pause(self, stop: Event, due: bool = False) -> None:
         """Save, where the run has a folder, if that is due or was long ago; end if somebody asked for it."""
         if self._checkpoints is not None and (due or stop.is_set() or self._checkpoints.late()):
-            self._checkpoints.save(self.round + self._state.personalized, *self._state.content())
+            shards = self.engine.save(self._checkpoints.stem(self.moment))
+            self._checkpoints.save(self.moment, *self._state.content(clients=not shards), shards)
         if stop.is_set():
             raise Interrupted(f"stopped after round {self.round}")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 
+from pfl_ext.data import Inputs
 from pfl_ext.options import Options, option
 
 from .client import Client
@@ -17,12 +18,19 @@ from .model import WorkingModel
 from .server import Server
 from .uploads import Uploads
 
-__all__ = ["Method"]
+__all__ = ["Method", "Models", "Predictor"]
+
+Predictor: TypeAlias = Callable[[WorkingModel, Inputs], Tensor]
+"""A model that is not one state of the network: a mixture, neighbours, prototypes. Given the working model, in
+evaluation mode and with any state in it, and a batch's inputs, it returns outputs in the form of the task's."""
+
+Models: TypeAlias = dict[str, Tensor | Predictor]
+"""Models by name, each a state of the network or a predictor."""
 
 
 @dataclass(frozen=True)
 class Method(Options, abc.ABC):
-    """The base of every method: the options all share, values that say what it is, and eight hooks.
+    """The base of every method: the options all share, values that say what it is, and nine hooks.
 
     A method has no state of its own: what the server keeps is in ``server``, what a client keeps in ``client``, so that
     a run can be saved at any round and clients can be trained in any process. ``docs/methods.md`` shows a whole one.
@@ -89,6 +97,14 @@ class Method(Options, abc.ABC):
 
     # ---- a round -----------------------------------------------------------------------------------------------------
 
+    def select(self, server: Server, count: int) -> list[int] | None:
+        """Which ``count`` of the first ``server.members`` clients take part in this round.
+
+        None, as most methods have it: any, the same for all methods with a seed. ``server.round`` is the round, and
+        ``server.stream`` has the random numbers for a choice. Not asked where the rounds are asynchronous.
+        """
+        return None
+
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """What the server sends to one client for a stage; its size is what is counted as sent.
 
@@ -113,8 +129,8 @@ class Method(Options, abc.ABC):
 
     # ---- what is evaluated -------------------------------------------------------------------------------------------
 
-    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The client's own models as states by name, such as ``"personal"``."""
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | Predictor]:
+        """The client's own models by name, such as ``"personal"``: each a state of the network, or a predictor."""
         return {}
 
     def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor | None:

@@ -137,7 +137,9 @@ class Steps:
             gradients = list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
         self.step(gradients)
 
-    def train(self, loss: Loss | None = None, *, epochs: int | None = None, batches: str = "batches") -> float:
+    def train(
+        self, loss: Loss | None = None, *, epochs: int | None = None, steps: int = 0, batches: str = "batches"
+    ) -> float:
         r"""Steps on L for a turn's length.
 
         Where the run is differentially private the gradients are those of :func:`~.privacy.private_gradients`; the
@@ -145,7 +147,8 @@ class Steps:
 
         Args:
             loss: L; by default that of the task.
-            epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
+            epochs, steps: passes over the data, or so many steps, in place of the method's ``local_epochs`` or
+                ``local_steps``.
             batches: the stream that orders the batches.
 
         Returns:
@@ -153,6 +156,8 @@ class Steps:
         """
         client, method = self.client, self.method
         length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+        if steps:
+            length = {"steps": steps}
         client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))

@@ -9,6 +9,7 @@ from .results import CONFIG, LOCK, ResultsError, ResultsFolder, Runs, lock, read
 from .rounds import best_rounds, rounds_to_converge, time_to_target
 from .tables import Spread, comparison, per_user, table, tails, transpose
 from .tensorboard import TensorBoard, tensorboard
+from .users import partitions, users
 
 __all__ = [
     "COLUMNS",
@@ -34,6 +35,7 @@ __all__ = [
     "lock",
     "loss_surface",
     "option_curves",
+    "partitions",
     "per_user",
     "read_config",
     "recorded",
@@ -44,5 +46,6 @@ __all__ = [
     "time_to_target",
     "timeline",
     "transpose",
+    "users",
     "versions",
 ]

@@ -17,6 +17,7 @@ _SHORT: dict[str, dict[str, Any]] = {
     "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
     "fedgen": {"generator_steps": 3},
     "fedbuff": {"buffer": 2},
+    "cfl": {"first_cut": 2, "eps1": 100.0, "eps2": 0.0, "smallest": 1},
 }
 
 
@@ -32,9 +33,8 @@ def _states(run: Federation) -> list[Tensor]:
     assert isinstance(run.engine, InProcess)
     store, size = run.engine.store, run.server.model.size
     kept = [store.read(k, name) for k in range(store.clients) for name in store.names]
-    return [
-        row for vector in (*run.server.values(), *kept) if vector.shape[-1:] == (size,) for row in vector.view(-1, size)
-    ]
+    states = [vector for vector in (*run.server.values(), *kept) if vector.shape[-1:] == (size,)]
+    return [row for vector in states if vector.is_floating_point() for row in vector.view(-1, size)]
 
 
 def _variances(model: WorkingModel, state: Tensor) -> Tensor:
