@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from . import __version__
 from .commands.parser import UsageError
@@ -19,6 +21,7 @@ _COMMANDS = {
     "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
     "data": "cut a data set into clients: table, picture, file",
     "landscape": "draw the loss around the models of finished runs",
+    "flower": "write a Flower app that runs a method: flower new FOLDER METHOD",
     "bench": "race an op family against its opponents",
     "info": "versions, build, and which kernel serves each op on CPU and CUDA",
 }
@@ -41,9 +44,22 @@ _HELP = "\n".join(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    What users can cause ends in one line and a status, not in a traceback.
+    What users can cause ends in one line and a status, not in a traceback. Of the processes that torchrun starts, the
+    first runs the command, and the others train clients for it.
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:  # nothing is imported for them
+        return _run(command, rest)
+    from .engines import LostRank, lead
+
+    try:
+        return lead(partial(_run, command, rest))
+    except LostRank as error:
+        print(f"pfl-ext {command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(command: str, rest: list[str]) -> int:
     if command in ("-h", "--help"):
         print(_HELP)
         return 0

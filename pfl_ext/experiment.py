@@ -156,6 +156,12 @@ DATA_OPTIONS = {
 PARTITION_OPTIONS = {
     "name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
     "clients": Option("clients", int | None, None, "number of clients (default: 10; by_domain: one for each)"),
+    "seed": Option(
+        "partition_seed",
+        int | None,
+        None,
+        "a seed of its own for who has which samples: a client is then the same for every seed (default: the seed)",
+    ),
     "file": Option("partition_file", Path | None, None, "a saved partition in place of a drawn one"),
 }
 """The options of the table ``partition`` beside those of the partitioner."""
@@ -180,6 +186,7 @@ class Experiment:
     partition: str = PARTITION_OPTIONS["name"].default
     clients: int | None = None
     partition_options: Mapping[str, Any] = field(default_factory=dict)
+    partition_seed: int | None = None
     partition_file: Path | None = None
     task: str = TASK_OPTIONS["name"].default
     task_options: Mapping[str, Any] = field(default_factory=dict)
@@ -229,6 +236,7 @@ class Experiment:
             partition=cut["name"],
             clients=cut["clients"],
             partition_options=cut_options,
+            partition_seed=cut["seed"],
             partition_file=cut["file"],
             task=learned["name"],
             task_options=task_own,
@@ -245,6 +253,7 @@ class Experiment:
             value = self.partition_options.get(option.name, option.default)
             if value is not REQUIRED:
                 cut[option.name] = value
+        cut["seed"] = self.partition_seed
         if self.partition_file is not None:
             cut["file"] = str(self.partition_file)
         return _without_none(
@@ -267,9 +276,14 @@ class Experiment:
         assert isinstance(method, Method)
         return method
 
+    @property
+    def data_seed(self) -> int:
+        """What decides which samples there are and who has them."""
+        return self.settings.seed if self.partition_seed is None else self.partition_seed
+
     def make_data(self) -> tuple[Dataset, Partition]:
         """The data set and its partition: that of the file, or drawn from the seed."""
-        some, seed = self.data_options, self.settings.seed
+        some, seed = self.data_options, self.data_seed
         dataset = load(self.data, some.get("root"), some.get("download", False))
         for part, test in (("train_samples", False), ("test_samples", True)):
             if some.get(part, 0):

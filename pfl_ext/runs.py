@@ -17,7 +17,7 @@ from torch import Tensor
 from .data import Dataset, Partition
 from .engines import EngineOptions, InProcess
 from .experiment import Experiment
-from .federation import Client, Request, WorkingModel, stream
+from .federation import Client, Federation, Request, WorkingModel, stream
 from .reports import (
     LOCK,
     Progress,
@@ -27,6 +27,7 @@ from .reports import (
     client_density,
     client_distribution,
     lock,
+    partitions,
     recorded,
     tensorboard,
     versions,
@@ -70,6 +71,8 @@ def run_in(
     overwrite: bool = False,
     quiet: bool = False,
     board: bool = False,
+    make: Callable[..., Federation] | None = None,
+    seen: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Mapping[str, Any]:
     """Run an experiment in a folder, with everything a results folder has; returns the last round's record.
 
@@ -82,6 +85,8 @@ def run_in(
         overwrite: remove the results of an earlier run in the folder. They stay if this one cannot begin.
         quiet: show no progress.
         board: write TensorBoard files too.
+        make: makes the federation, where that is not :meth:`Experiment.make` alone.
+        seen: called with every record.
     """
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     with contextlib.ExitStack() as stack:
@@ -92,7 +97,7 @@ def run_in(
             before = {path.name for path in folder.iterdir()}
             results = ResultsFolder.open(folder) if begun else ResultsFolder.create(folder)
             try:
-                federation = experiment.make(dataset, partition, folder=folder, resume=resume)
+                federation = (make or experiment.make)(dataset, partition, folder=folder, resume=resume)
             except BaseException:
                 if not begun:  # a run that cannot begin leaves nothing
                     _remove_new(folder, before, absent)
@@ -110,6 +115,7 @@ def run_in(
         stack.push(_at_end(results.write_csv))
         for record in recorded(federation, results):
             progress.update(min(record["round"], rounds), **_shown(record))
+            seen(record)
             if opened is not None:
                 opened.append(record)
     return results.records()[-1]
@@ -182,7 +188,9 @@ def draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition) -> No
         accuracy_curves(runs, folder / "accuracy.png")
         client_distribution(runs, folder / "clients.png")
         client_density(runs, folder / "density.png")
-        partition.draw(dataset, folder / "partition.png")
+        several = len(partitions(runs))
+        note = f"the last seed's, one of {several} partitions" if several > 1 else ""
+        partition.draw(dataset, folder / "partition.png", note)
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
 
@@ -205,7 +213,7 @@ class SavedModels:
         here = dataclasses.replace(
             experiment,
             settings=dataclasses.replace(experiment.settings, store="memory"),
-            engine=EngineOptions(),
+            engine=EngineOptions(engine="process"),
             partition_file=folder / "partition.safetensors",
         )
         federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed

@@ -11,6 +11,8 @@ import pytest
 
 from pfl_ext.cli import main
 from pfl_ext.comparison import Comparison, folder_name, points, variant
+from pfl_ext.data import Partition
+from pfl_ext.reports import ResultsFolder
 
 QUICK = ["--quiet", "--no-plots"]
 FILE = """
@@ -172,3 +174,38 @@ def test_points_do_not_change_the_comparison_they_are_made_of() -> None:
 def test_folder_names_hold_only_what_every_file_system_takes() -> None:
     assert folder_name("PerAda w/o KD") == "perada-w-o-kd"
     assert folder_name("alpha=0.1") == "alpha=0.1"
+
+
+def test_a_partition_seed_gives_every_seed_the_same_users_and_other_weights(tmp_path: Path) -> None:
+    common = ["compare", "fedavg", "--rounds", "1", "--clients", "3", "--seeds", "0,1", "--quiet", "--no-plots"]
+    assert main([*common, "--partition-seed", "5", "--output", str(tmp_path / "fixed")]) == 0
+    assert main([*common, "--output", str(tmp_path / "redrawn")]) == 0
+    prints = {
+        name: [
+            Partition.load(tmp_path / name / f"fedavg-seed{k}" / "partition.safetensors").fingerprint for k in (0, 1)
+        ]
+        for name in ("fixed", "redrawn")
+    }
+    assert len(set(prints["fixed"])) == 1 and len(set(prints["redrawn"])) == 2
+    accuracies = [ResultsFolder.open(tmp_path / "fixed" / f"fedavg-seed{k}").records()[-1]["training"] for k in (0, 1)]
+    assert accuracies[0] != accuracies[1]
+    assert "different people" not in (tmp_path / "fixed" / "users.md").read_text(encoding="utf-8")
+    assert "different people" in (tmp_path / "redrawn" / "users.md").read_text(encoding="utf-8")
+
+
+def test_a_sweep_writes_the_users_of_each_point(tmp_path: Path) -> None:
+    arguments = [
+        "sweep",
+        "fedavg",
+        "--vary",
+        "partition.k=2,3",
+        "--rounds",
+        "1",
+        "--clients",
+        "3",
+        "--quiet",
+        "--no-plots",
+    ]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    for point in ("k=2", "k=3"):
+        assert "| user 2 " in (tmp_path / "out" / point / "users.md").read_text(encoding="utf-8")

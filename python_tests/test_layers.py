@@ -25,6 +25,7 @@ LAYERS = (
     ("reports",),
     ("experiment", "benchmarks"),
     ("comparison", "configuration", "runs"),
+    ("flower", "flower_app"),
     ("commands",),
     ("cli",),
     ("__main__",),

@@ -40,4 +40,4 @@ class FedDF(DistillingMethod):
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples; distil."""
-        server["model"] = distil(server, self, uploads.average(), lambda: uploads.each("model"))
+        server["model"] = distil(server, self, uploads.average(), uploads)

@@ -38,8 +38,9 @@ class PersFL(Method):
     the points are in the order of :math:`\lambda`. The initial model is no :math:`G_e`. The teacher's logits are
     computed once for all points and epochs, of the images without augmentation.
 
-    A client that never took part takes as teacher the better, on its validation data, of the last global model and of
-    the one with the lowest mean validation loss among those that were trained on, which the server keeps (section 6).
+    A user that never took part chooses its teacher in the same way among the global models that the server has stored
+    (section 6): all of them, up to ``stored_models``. They are stored only where a user may never take part, and sent
+    only to such users.
     """
 
     name = "persfl"
@@ -54,6 +55,9 @@ class PersFL(Method):
     lambdas: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "grid of lambda")
     distill_epochs: int = option(5, "passes over a client's data for each point of the grid")
     distill_lr: float = option(0.0, "step size of stage 2; 0: lr")
+    stored_models: int = option(
+        100, "how many global models, the last ones, the server stores for users that never take part"
+    )
     grid: str = option(
         "auto",
         "train the grid's points all at once, one by one, or at once where the network has only linear layers",
@@ -67,6 +71,7 @@ class PersFL(Method):
         self.check("lambdas", bool(self.lambdas) and all(0 <= x <= 1 for x in self.lambdas), "from 0 to 1")
         self.check("distill_epochs", self.distill_epochs >= 0, "not negative")
         self.check("distill_lr", self.distill_lr >= 0, "not negative")
+        self.check("stored_models", self.stored_models >= 1, "at least 1")
 
     def points(self) -> list[tuple[float, float]]:
         """The grid as (T, lambda), in the order in which ties are decided."""
@@ -79,9 +84,11 @@ class PersFL(Method):
         return ("finish",)
 
     def set_up(self, server: Server) -> None:
-        """The global model; and for new users the one with the lowest mean validation loss, and that loss."""
+        """The global model; who has taken part, and the stored models of earlier rounds for those who have not."""
         super().set_up(server)
-        server["best"], server["best_loss"] = server["model"], torch.tensor([math.inf], dtype=torch.float64)
+        stored = self.stored_models if server.partial and self.teacher == "optimal" else 0
+        server["stored"] = server["model"].repeat(stored, 1)
+        server["took_part"] = torch.zeros(server.clients, dtype=torch.int64)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """O_k with its validation loss and its round, and A_k."""
@@ -94,30 +101,33 @@ class PersFL(Method):
         }
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The global model; after the last round the best one too, for new users."""
-        names = ("model", "best") if stage == "finish" else ("model",)
-        return {name: server[name] for name in names}
+        """The global model; after the last round the stored ones too, to users that never took part."""
+        new = stage == "finish" and len(server["stored"]) > 0 and not bool(server["took_part"][client])
+        return {name: server[name] for name in (("model", "stored") if new else ("model",))}
 
     # ---- stage 1 -----------------------------------------------------------------------------------------------------
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Validate the received G_e, keep it if it is the best so far (lines 5 to 9), and train as FedAvg does."""
+        if client.round > 1:  # before, it is the initial model
+            self._consider(client, received["model"], client.round - 1)
         client.model.load(received["model"])
-        loss = client.loss(client.validation)
-        if client.round > 1:
-            self._keep_teacher(client, received["model"], loss, client.round - 1)
         client.report["loss"] = Steps(client, self).train()
-        return {"model": client.model.state(), "validation_loss": torch.tensor([loss], dtype=torch.float64)}
+        return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average; and keep the model that the clients found best."""
-        loss = torch.stack(uploads.each("validation_loss")).mean(0)
-        if loss < server["best_loss"]:
-            server["best"], server["best_loss"] = server["model"], loss
+        """Average; and store the average where somebody may need it."""
         server["model"] = uploads.average()
+        server["took_part"] = server["took_part"].index_fill(0, torch.tensor(uploads.clients), 1)
+        if len(server["stored"]):
+            row = torch.tensor([(server.round - 1) % len(server["stored"])], device=server["stored"].device)
+            server["stored"] = server["stored"].index_copy(0, row, server["model"][None])
 
     @staticmethod
-    def _keep_teacher(client: Client, state: Tensor, loss: float, round: int) -> None:
+    def _consider(client: Client, state: Tensor, round: int) -> None:
+        """Keep a global model as teacher if it is the best so far."""
+        client.model.load(state)
+        loss = client.loss(client.validation)
         if loss < float(client["teacher_loss"]):
             client["teacher"] = state
             client["teacher_loss"] = torch.tensor([loss], dtype=torch.float64)
@@ -126,12 +136,11 @@ class PersFL(Method):
     # ---- stage 2 -----------------------------------------------------------------------------------------------------
 
     def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-        """The last G_e is a candidate too; then the grid."""
-        if "teacher" not in client:
-            client.model.load(received["best"])
-            self._keep_teacher(client, received["best"], client.loss(client.validation), -1)
-        client.model.load(received["model"])
-        self._keep_teacher(client, received["model"], client.loss(client.validation), client.round)
+        """The last G_e is a candidate too, for new users all stored ones; then the grid."""
+        stored = received.get("stored", received["model"][:0, None])
+        for round in range(max(1, client.round - len(stored) + 1), client.round):
+            self._consider(client, stored[(round - 1) % len(stored)], round)
+        self._consider(client, received["model"], client.round)
         if self.teacher == "last":
             client["teacher"], client["teacher_round"] = received["model"], torch.tensor([client.round])
         client.model.load(client["teacher"])

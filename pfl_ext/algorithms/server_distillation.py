@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_ext.data import AUGMENTATIONS, Dataset
-from pfl_ext.federation import Method, Server, WorkingModel, option
+from pfl_ext.data import AUGMENTATIONS
+from pfl_ext.federation import Method, Server, Uploads, WorkingModel, option, outputs_of
 from pfl_ext.ops import ensemble_distillation_loss, ensemble_logits
 
 __all__ = ["DistillingMethod", "distil"]
-
-_FORWARD_BATCH = 256  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,15 @@ class DistillingMethod(Method):
         super().set_up(server)
 
 
-def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Callable[[], Iterable[Tensor]]) -> Tensor:
+def distil(server: Server, method: DistillingMethod, start: Tensor, uploads: Uploads) -> Tensor:
     r"""R steps of Adam on the divergence of the student g from the mean logits of M teachers, on unlabelled samples.
 
     .. math:: \mathrm{KL}\Big(\sigma\big(\tfrac1T \tfrac1M \sum_m h_m(x)\big) \,\Big\|\, \sigma(\tfrac1T g(x))\Big)
 
-    The teachers do not change in a round: their mean logits are computed once for each sample that the R batches hold,
-    and kept. Where they see other images every time (``kd_augmentation`` with ``kd_cache=False``) or depend on the
-    whole batch (``kd_teachers="train"``) they are computed with every batch.
+    The teachers are the models that clients have sent. They do not change in a round: their mean logits are computed
+    once for each sample that the R batches hold, where the clients are, and kept. Where they see other images every
+    time (``kd_augmentation`` with ``kd_cache=False``) or depend on the whole batch (``kd_teachers="train"``) they are
+    computed with every batch, at the server.
 
     With ``kd_distance`` it reports, over all unlabelled samples and with probabilities g and :math:`h_m`,
 
@@ -86,7 +85,7 @@ def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Ca
         server: its working model and unlabelled data are used.
         method: gives the options.
         start: the student's state to begin with.
-        teachers: makes the teachers' states, one after the other, anew with every call.
+        uploads: the teachers' states, by the name ``"model"``.
 
     Returns:
         The student's state. Parameters that are not trained are as in ``start``.
@@ -102,21 +101,21 @@ def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Ca
     if method.kd_distance or (steps and not each_batch):
         if not method.kd_distance:
             rows = torch.cat(batches).unique()
-        every = torch.stack([_logits(model, state, data, rows) for state in teachers()])
+        every = torch.stack(uploads.outputs("model", model, data, rows))
         mean = ensemble_logits(every)
         probabilities = _probabilities(method, every).mean(0)
     place = torch.full((len(data),), -1)
     place[rows] = torch.arange(len(rows))
 
     def distance(state: Tensor) -> float:
-        own = _probabilities(method, _logits(model, state, data, rows))
+        own = _probabilities(method, outputs_of(model, state, data, rows))
         return float((own - probabilities).abs().sum(-1).mean())
 
     if method.kd_distance:
         server.report["distillation_distance_before"] = distance(start)
     if steps:
         fixed = None if each_batch else mean
-        start = _train(server, method, start, teachers, batches, fixed, place)
+        start = _train(server, method, start, uploads, batches, fixed, place)
     if method.kd_distance:
         server.report["distillation_distance"] = distance(start)
     return start
@@ -126,7 +125,7 @@ def _train(
     server: Server,
     method: DistillingMethod,
     start: Tensor,
-    teachers: Callable[[], Iterable[Tensor]],
+    uploads: Uploads,
     batches: list[Tensor],
     mean: Tensor | None,
     place: Tensor,
@@ -136,6 +135,7 @@ def _train(
     assert data is not None
     augment, random = AUGMENTATIONS[method.kd_augmentation], server.stream("distillation/augmentation")
     ensemble = WorkingModel(copy.deepcopy(model.module)) if mean is None else None
+    teachers = uploads.each("model") if mean is None else []
     model.load(start)
     model.module.train(method.kd_student == "train")
     optimizer = torch.optim.Adam(model.trained, lr=method.kd_lr)
@@ -143,7 +143,7 @@ def _train(
     total = torch.zeros((), device=model.device)
     for step, rows in enumerate(batches):
         inputs = augment(data.batch(rows)[0], random)
-        target = mean[place[rows]] if mean is not None else _mean_of_batch(ensemble, method, teachers(), inputs)
+        target = mean[place[rows]] if mean is not None else _mean_of_batch(ensemble, method, teachers, inputs)
         if method.kd_schedule == "cosine":
             for group in optimizer.param_groups:
                 group["lr"] = method.kd_lr * 0.5 * (1 + math.cos(math.pi * step / len(batches)))
@@ -180,14 +180,6 @@ def _batches(samples: int, size: int, steps: int, order: torch.Generator) -> lis
 
 
 @torch.no_grad()
-def _logits(model: WorkingModel, state: Tensor, data: Dataset, rows: Tensor) -> Tensor:
-    """Logits of these samples by a model of that state, in evaluation mode."""
-    model.load(state)
-    model.module.eval()
-    return torch.cat([model(data.batch(part)[0]) for part in rows.split(_FORWARD_BATCH)])
-
-
-@torch.no_grad()
 def _mean_of_batch(
     ensemble: WorkingModel | None, method: DistillingMethod, teachers: Iterable[Tensor], inputs: Tensor
 ) -> Tensor:
@@ -209,6 +201,6 @@ def _accuracy(server: Server, state: Tensor) -> float:
     """The share of the server's held-out samples that a model of that state decides rightly."""
     data = server.held_out
     assert data is not None
-    logits = _logits(server.model, state, data, torch.arange(len(data)))
+    logits = outputs_of(server.model, state, data, torch.arange(len(data)))
     right = (logits > 0) == (data.targets == 1) if data.multilabel else logits.argmax(-1) == data.targets
     return float(right.double().mean())

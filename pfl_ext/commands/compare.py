@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import ResultsFolder, comparison, per_user, table, tails, transpose
+from pfl_ext.reports import comparison, table, tails, users
 from pfl_ext.runs import draw
 
 from .comparing import Look, compared, folders_of, run_all, write_tables
@@ -48,24 +48,9 @@ def execute(request: Request) -> int:
     rows = comparison(runs, look.metric, look.statistic)
     write_tables(rows, output.folder, "comparison")
     write_tables(tails(runs, look.metric), output.folder, "tails")
-    (output.folder / "users.md").write_text(_users(runs), encoding="utf-8")
+    (output.folder / "users.md").write_text(users(runs, look.metric), encoding="utf-8")
     print(table(rows, style=look.style))
     if output.plots:
         draw(runs, output.folder, dataset, partition)
     print(f"compared on {request.experiments[0][1].data}: results in {output.folder}")
     return 0
-
-
-def _users(runs: Mapping[str, Sequence[ResultsFolder]]) -> str:
-    """PersFL's Tables 2 to 6: a row a user, for the accuracy and for what clients chose where they chose something."""
-    text = "Accuracy of each user's personal model (global where a method has none), per cent\n\n"
-    text += table(transpose(per_user(runs), "user"))
-    for metric, title in (
-        ("temperature", "Temperature T that each user chose"),
-        ("lambda", "Imitation lambda that each user chose"),
-        ("teacher_round", "Round of each user's optimal teacher"),
-    ):
-        chosen = {name: folders for name, folders in runs.items() if metric in folders[0].clients()[0]}
-        if chosen:
-            text += f"\n{title}\n\n" + table(transpose(per_user(chosen, metric), "user"))
-    return text

@@ -144,7 +144,7 @@ def run_all(
     runs: dict[str, list[ResultsFolder]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
     for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
-        seed = experiment.settings.seed
+        seed = experiment.data_seed
         if seed not in made:
             made = {seed: experiment.make_data()}  # one at a time: they are large
         run_in(

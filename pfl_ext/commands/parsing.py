@@ -11,6 +11,7 @@ from typing import Any
 
 from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
+from pfl_ext.engines import restarted
 from pfl_ext.experiment import (
     DATA_OPTIONS,
     NETWORK_OPTIONS,
@@ -220,10 +221,12 @@ def output_of(words: Words, default: str) -> Output:
     rest = words.rest
     if rest["resume"] and rest["overwrite"]:
         raise UsageError("--resume goes on with a run and --overwrite removes it: give one of them")
+    folder = rest["output"] or Path("results") / default
+    again = restarted() and folder.exists()  # torchrun has: what was begun goes on, also what overwrote another run
     return Output(
-        folder=rest["output"] or Path("results") / default,
-        resume=rest["resume"],
-        overwrite=rest["overwrite"],
+        folder=folder,
+        resume=rest["resume"] or again,
+        overwrite=rest["overwrite"] and not again,
         quiet=rest["quiet"],
         tensorboard=rest["tensorboard"],
         plots=not rest["no_plots"],

@@ -10,7 +10,7 @@ from typing import Any
 
 from pfl_ext.comparison import Point, points
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import Runs, comparison, option_curves, table, tails
+from pfl_ext.reports import Runs, comparison, option_curves, table, tails, users
 from pfl_ext.runs import draw
 
 from .comparing import Look, compared, folders_of, run_all, write_tables
@@ -72,6 +72,7 @@ def execute(request: Request) -> int:
         runs, dataset, partition = run_all(some, output.folder / point.folder, output)
         if output.plots:
             draw(runs, output.folder / point.folder, dataset, partition)
+        (output.folder / point.folder / "users.md").write_text(users(runs, look.metric), encoding="utf-8")
         both = (comparison(runs, look.metric, look.statistic), tails(runs, look.metric))
         for row, of_tails in zip(*both, strict=True):
             applies = point.applies[str(row["method"])]

@@ -59,5 +59,6 @@ AUGMENTATIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def _check(x: Tensor) -> None:
-    if x.ndim != 4:
-        raise ValueError(f"inputs are {tuple(x.shape)}; images [n, channels, height, width] are accepted")
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        given = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__} of several"
+        raise ValueError(f"inputs are {given}; images [n, channels, height, width] are accepted")

@@ -1,8 +1,10 @@
-"""Where clients' turns run: in this process, or side by side in worker processes."""
+"""Where clients' turns run: in this process, side by side in worker processes, or on the ranks of torchrun."""
 
 from pfl_ext.federation import InProcess
 
 from .choice import EngineOptions, make_engine
+from .ranks import LostRank, restarted
+from .torchrun import Torchrun, lead
 from .workers import Workers
 
-__all__ = ["EngineOptions", "InProcess", "Workers", "make_engine"]
+__all__ = ["EngineOptions", "InProcess", "LostRank", "Torchrun", "Workers", "lead", "make_engine", "restarted"]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset
+from pfl_ext.data.nests import filled, leaves, mapped
 from pfl_ext.federation import ClientRuntime, ClientStore, Plan, Reply, Request
 from pfl_ext.federation.engine import in_files, store_folder
 from pfl_ext.federation.mapped import LARGE, MappedTensor, opened, scratch_folder
@@ -50,15 +51,19 @@ class _PortableDataset:
             large = isinstance(value, Tensor) and value.nbytes >= LARGE
             return MappedTensor.copy(value, folder / f"{label}-{name}") if large else value
 
-        given = [field.name for field in dataclasses.fields(dataset) if field.init]
-        return cls(type(dataset), {name: file_of(getattr(dataset, name), name) for name in given})
+        given = {field.name: getattr(dataset, field.name) for field in dataclasses.fields(dataset) if field.init}
+        inputs = [file_of(leaf, f"inputs-{i}") for i, leaf in enumerate(leaves(dataset.inputs))]
+        others = {name: file_of(value, name) for name, value in given.items() if name != "inputs"}
+        return cls(type(dataset), {"inputs": filled(dataset.inputs, inputs), **others})
 
     def open(self) -> Dataset:
         """The dataset, its large tensors mapped."""
-        fields: dict[str, Any] = {
-            name: value.open() if isinstance(value, MappedTensor) else value for name, value in self.fields.items()
-        }
-        return self.kind(**fields)
+
+        def opened(value: Any) -> Any:
+            return value.open() if isinstance(value, MappedTensor) else value
+
+        fields = {name: opened(value) for name, value in self.fields.items() if name != "inputs"}
+        return self.kind(inputs=mapped(opened, self.fields["inputs"]), **fields)
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ class Workers(Here):
         kept = plan.kept(model)
         own = model.size * model.state().element_size()
         sets = [plan.dataset, *(data for parts in plan.tests.values() for data, _ in parts)]
-        size = sum(data.inputs.nbytes + data.targets.nbytes for data in {id(data): data for data in sets}.values())
+        size = sum(data.nbytes for data in {id(data): data for data in sets}.values())
         size += sum(vector.nbytes for vector in kept.values()) * len(plan.rows)
         # Everybody's upload may be there at once, of a model or two.
         self._folder = scratch_folder(self, size + 2 * own * (1 + len(plan.rows)))

@@ -22,7 +22,7 @@ from .side_module import SideModule
 from .steps import Loss, Steps, fine_tune, local_length, mean_loss, sam
 from .store import ClientStore
 from .streams import seed_of, stream
-from .uploads import Here, Uploads
+from .uploads import Here, Uploads, outputs_of
 
 __all__ = [
     "PROTOCOLS",
@@ -67,6 +67,7 @@ __all__ = [
     "local_length",
     "mean_loss",
     "option",
+    "outputs_of",
     "sam",
     "seed_of",
     "selected_clients",

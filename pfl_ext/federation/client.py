@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pfl_ext.data import AUGMENTATIONS, Dataset, Inputs
+from pfl_ext.data.nests import split
 from pfl_ext.tasks import Task
 
 from .features import Features
 from .messages import Stage
 from .model import WorkingModel
-from .privacy import sampling
+from .privacy import sampling, secure_uniform
 from .settings import Privacy, Settings
 from .store import ClientStore
 from .streams import stream
 
-__all__ = ["Batch", "Client", "Rows", "outputs_of"]
+__all__ = ["Batch", "Client", "Rows", "current_outputs"]
 
 _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
 
 
-def _split(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Parts of so many rows each. A split into one part, which small clients ask for, takes 5 us."""
-    return (rows,) if len(rows) <= size else rows.split(size)
+def _split(rows: Any, size: int, count: int) -> Sequence[Any]:
+    """Parts of so many of the ``count`` rows each. A split into one part, which small clients ask for, takes 5 us."""
+    if count <= size:
+        return (rows,)
+    return rows.split(size) if isinstance(rows, Tensor) else split(rows, size)
 
 
 class Batch(NamedTuple):
     """A mini-batch of a client's training data."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     rows: Tensor
     """Where the samples stand in ``client.train``, for what is kept for each of them (a teacher's logits)."""
@@ -181,9 +184,9 @@ class Client:
             ahead = max(1, _FETCHED_AHEAD // batch_size)
             if steps is not None and not until_arrival:
                 ahead = min(ahead, steps - taken)
-            for fetched in _split(torch.randperm(self.samples, generator=order), ahead * batch_size):
-                several = (fetched, *self._dataset.batch(self.train[fetched]))
-                for rows, inputs, targets in zip(*(_split(part, batch_size) for part in several), strict=True):
+            for fetched in _split(torch.randperm(self.samples, generator=order), ahead * batch_size, self.samples):
+                several, count = (fetched, *self._dataset.batch(self.train[fetched])), len(fetched)
+                for rows, inputs, targets in zip(*(_split(part, batch_size, count) for part in several), strict=True):
                     if skip_single and len(rows) == 1 and batch_size > 1:
                         continue
                     if drop_last and len(rows) < min(batch_size, self.samples):
@@ -205,13 +208,15 @@ class Client:
         order, augmented = self.stream(name), self._augmentation(name)
         rate, batches = sampling(self.samples, batch_size)
         for _ in range(epochs * batches if steps is None else steps):
-            rows = (torch.rand(self.samples, generator=order) < rate).nonzero().flatten()
+            secure = self.privacy is not None and self.privacy.dp_secure
+            drawn = 1 - secure_uniform(self.samples) if secure else torch.rand(self.samples, generator=order)
+            rows = (drawn < rate).nonzero().flatten()
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
             yield Batch(augmented(inputs), targets, rows)
 
-    def _augmentation(self, name: str) -> Callable[[Tensor], Tensor]:
+    def _augmentation(self, name: str) -> Callable[[Any], Any]:
         """What becomes of a batch's inputs, by a stream of its own."""
         if self._settings.augmentation == "none":
             return lambda inputs: inputs
@@ -220,12 +225,12 @@ class Client:
 
     def outputs(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (logits, say) and targets of these samples by the working model as it is, in evaluation mode."""
-        return outputs_of(self.model, self._dataset, indices)
+        return current_outputs(self.model, self._dataset, indices)
 
     def features(self, indices: Tensor, head: str = "") -> tuple[Tensor, Tensor]:
         """What enters the head of the working model as it is, in evaluation mode, for these samples; and targets."""
         with Features(self.model, head) as features:
-            return outputs_of(self.model, self._dataset, indices, predict=features)
+            return current_outputs(self.model, self._dataset, indices, predict=features)
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
@@ -235,7 +240,7 @@ class Client:
 
 
 @torch.no_grad()
-def outputs_of(
+def current_outputs(
     model: WorkingModel,
     dataset: Dataset,
     indices: Tensor,

@@ -40,6 +40,12 @@ class Engine(VectorAccess, Protocol):
     def state(self) -> dict[str, Tensor]:
         """What clients keep, to save it: as :meth:`ClientStore.tensors` gives it."""
 
+    def save(self, stem: Path) -> list[Path]:
+        """Write what clients keep into files, each where clients are (:func:`.checkpoint.write_shard`); which they are.
+
+        None, as of most engines: whoever saves asks :meth:`state`.
+        """
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Set it to what :meth:`state` gave, of this engine or of any other."""
 

@@ -20,11 +20,12 @@ from .messages import Diverged, Reply, Request, SharedTest
 from .rounds import diverged
 from .settings import Settings
 
-__all__ = ["SPLITS", "ClientResult", "Evaluator"]
+__all__ = ["GLOBAL_TEST_PART", "SPLITS", "ClientResult", "Evaluator"]
 
 SPLITS = ("train", "validation", "test")
 """The parts of a client's data."""
-_GLOBAL_TEST_PART = 2048  # samples of the global test set in one request
+GLOBAL_TEST_PART = 2048
+"""Samples of the global test set in one request."""
 
 Models = dict[str, dict[str, dict[str, Any]]]
 """{model: {split: {metric: summary over clients}}}"""
@@ -136,5 +137,5 @@ class Evaluator:
 
 
 def _pieces(test: str, part: int, size: int) -> Iterator[SharedTest]:
-    for begin in range(0, size, _GLOBAL_TEST_PART):
-        yield SharedTest(test, part, begin, min(begin + _GLOBAL_TEST_PART, size))
+    for begin in range(0, size, GLOBAL_TEST_PART):
+        yield SharedTest(test, part, begin, min(begin + GLOBAL_TEST_PART, size))

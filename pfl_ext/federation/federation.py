@@ -127,6 +127,11 @@ class Federation:
         """The round of the last record."""
         return self._state.recorded
 
+    @property
+    def moment(self) -> int:
+        """How far the run is, after the last round too: the number of the checkpoint that would be written now."""
+        return self.round + self._state.personalized
+
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def run(self) -> list[Record]:
@@ -204,7 +209,7 @@ class Federation:
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
-            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
+            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.device)
             self.method.aggregate(self.server, round.uploads)
         self._names |= {name for reply in round.replies for name in reply.received}
         for name in self._names & self.server.keys():
@@ -226,7 +231,8 @@ class Federation:
     def _pause(self, stop: Event, due: bool = False) -> None:
         """Save, where the run has a folder, if that is due or was long ago; end if somebody asked for it."""
         if self._checkpoints is not None and (due or stop.is_set() or self._checkpoints.late()):
-            self._checkpoints.save(self.round + self._state.personalized, *self._state.content())
+            shards = self.engine.save(self._checkpoints.stem(self.moment))
+            self._checkpoints.save(self.moment, *self._state.content(clients=not shards), shards)
         if stop.is_set():
             raise Interrupted(f"stopped after round {self.round}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pfl_ext.data import Dataset, Partition
+from pfl_ext.data.nests import mapped
 from pfl_ext.tasks import Task
 
 from .method import Method
@@ -47,6 +48,8 @@ def identity_of(
     }
 
 
-def _normalisation(dataset: Dataset) -> list[list[float]] | None:
+def _normalisation(dataset: Dataset) -> list[Any] | None:
     """Mean and standard deviation of the channels, which a dataset's fingerprint does not cover."""
-    return None if dataset.mean is None or dataset.std is None else [dataset.mean.tolist(), dataset.std.tolist()]
+    if dataset.mean is None or dataset.std is None:
+        return None
+    return [mapped(lambda numbers: numbers.tolist(), given) for given in (dataset.mean, dataset.std)]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from .mapped import MappedTensor
+from .mapped import MappedTensor, RemoteTensor
 
 __all__ = ["Diverged", "Protocol", "Reply", "Request", "SharedTest", "Stage", "Vector", "Work"]
 
@@ -29,7 +29,7 @@ test      outputs of the global model on a part of a test set that belongs to no
 ========  ==============================================================================================================
 """
 
-Vector: TypeAlias = Tensor | MappedTensor
+Vector: TypeAlias = Tensor | MappedTensor | RemoteTensor
 """A vector of a client, or where it is. ``Engine.fetch`` gives the vector itself."""
 
 

@@ -14,7 +14,7 @@ from pfl_ext.data import Dataset, Inputs
 from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
-from .client import Client, outputs_of
+from .client import Client, current_outputs
 from .mapped import opened
 from .messages import Diverged, Reply, Request, Stage, Vector, Work
 from .method import Models, Predictor
@@ -242,7 +242,7 @@ class ClientRuntime:
                 sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
             for split, parts in sets.items():
                 results = [self._outputs(data, rows, predict) for data, rows in parts if len(rows)]
-                if any(bool(outputs.isnan().any()) for outputs, _ in results):
+                if any(bool(found.isnan().any()) for found, _ in results):
                     # NaN is no accuracy of 0: the model is named, or left out.
                     reply.error = reply.error or Diverged(
                         client.index, client.round, f"{name} model's output on {split}"
@@ -267,7 +267,7 @@ class ClientRuntime:
         self, dataset: Dataset, rows: Tensor, predict: Callable[[Inputs], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """What the task's metrics need of these samples, by the working model or by what predicts in its place."""
-        return outputs_of(self.model, dataset, rows, self.task.reduce, predict)
+        return current_outputs(self.model, dataset, rows, self.task.reduce, predict)
 
     def _test(self, request: Request) -> Reply:
         """What the global model makes of samples that belong to no client."""

@@ -151,8 +151,8 @@ class Privacy(Options):
     dp_delta: float = option(1e-5, "delta of the guarantee: the probability with which it may fail")
     dp_secure: bool = option(
         False,
-        "draw the noise from the operating system's secure generator, not from the seed: nobody can draw it again, so "
-        "that no run is repeated and a resumed one is not that of one piece to the bit",
+        "draw noise and batches from the operating system's secure generator, not from the seed: nobody can draw them "
+        "again, so that no run is repeated and a resumed one is not that of one piece to the bit",
     )
 
     def __post_init__(self) -> None:

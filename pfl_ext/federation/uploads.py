@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pfl_ext.data import Dataset
 from pfl_ext.ops import weighted_average
 
 from .mapped import MappedTensor, opened
 from .messages import Vector
+from .model import WorkingModel
 
-__all__ = ["Here", "Uploads", "VectorAccess"]
+__all__ = ["Here", "Uploads", "VectorAccess", "outputs_of"]
 
+_FORWARD_BATCH = 256  # samples a forward pass of an uploaded model takes; fixed, as the last bits depend on it
 _PIECES = 1 << 28  # bytes of all clients' pieces together, where uploads are in files
 
 
@@ -30,6 +34,9 @@ class VectorAccess(Protocol):
     def fetch(self, vector: Vector) -> Tensor:
         """A vector itself."""
 
+    def outputs(self, vectors: Sequence[Vector], model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
+        """What a model makes of samples with each of these vectors as its state: those of :func:`outputs_of`."""
+
     def release(self, vector: Vector) -> None:
         """That vector is not needed any more."""
 
@@ -37,6 +44,14 @@ class VectorAccess(Protocol):
 def _average(vectors: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     found: list[Tensor] = weighted_average([[vector] for vector in vectors], weights, normalize=normalize)
     return found[0]
+
+
+@torch.no_grad()
+def outputs_of(model: WorkingModel, state: Tensor, data: Dataset, rows: Tensor) -> Tensor:
+    """What a model of that state, in evaluation mode, makes of samples of a dataset."""
+    model.load(state)
+    model.module.eval()
+    return torch.cat([model(data.batch(part)[0]) for part in rows.split(_FORWARD_BATCH)])
 
 
 class Here:
@@ -59,10 +74,18 @@ class Here:
         """The vector, mapped where it is in a file."""
         return opened(vector)
 
+    def outputs(self, vectors: Sequence[Vector], model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
+        """By the model that is given, one vector after the other."""
+        return [outputs_of(model, self.fetch(vector), data, rows) for vector in vectors]
+
     def release(self, vector: Vector) -> None:
         """Remove its file, where it has one."""
         if isinstance(vector, MappedTensor):
             vector.path.unlink(missing_ok=True)
+
+    def save(self, stem: Path) -> list[Path]:
+        """No files of its own: what clients keep is in the engine's ``state()``."""
+        return []
 
 
 class Uploads:
@@ -100,6 +123,17 @@ class Uploads:
     def each(self, name: str) -> list[Tensor]:
         """The vectors themselves, one a client. An average asks for less: the clients' vectors may be elsewhere."""
         return [self._access.fetch(vectors[name]) for vectors in self._vectors]
+
+    def outputs(self, name: str, model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
+        """What the clients' models, whose states were sent, make of samples: each computed where the client is.
+
+        Args:
+            name: of the states.
+            model: of the server; it may be used, and holds any state afterwards.
+            data: of the server.
+            rows: indices of its samples.
+        """
+        return self._access.outputs([vectors[name] for vectors in self._vectors], model, data, rows)
 
     def one_by_one(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Each client and its vector, which is fetched when its turn comes: never are all in memory for this."""

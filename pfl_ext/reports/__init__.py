@@ -8,6 +8,7 @@ from .results import LOCK, ResultsError, ResultsFolder, Runs, lock, versions
 from .rounds import best_rounds, rounds_to_converge, time_to_target
 from .tables import Spread, comparison, per_user, table, tails, transpose
 from .tensorboard import TensorBoard, tensorboard
+from .users import partitions, users
 
 __all__ = [
     "LOCK",
@@ -28,6 +29,7 @@ __all__ = [
     "lock",
     "loss_surface",
     "option_curves",
+    "partitions",
     "per_user",
     "recorded",
     "rounds_to_converge",
@@ -37,5 +39,6 @@ __all__ = [
     "time_to_target",
     "timeline",
     "transpose",
+    "users",
     "versions",
 ]

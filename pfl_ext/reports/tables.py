@@ -235,35 +235,43 @@ def tails(runs: Runs, metric: str = "accuracy", split: str = "test") -> list[Row
 def per_user(runs: Runs, metric: str = "personal/test/accuracy") -> list[Row]:
     """One row a method, a column a user: Tables 2 to 6 of PersFL; `transpose` puts the users down, as printed there.
 
-    Several seeds are averaged user by user. ``mean``, ``std`` and ``variance`` are over the users, the latter two of
-    the *sample* (divisor n - 1): with this divisor, and only with it, the "Std Dev" that the paper prints under its
-    Tables 2 and 3 is that of the numbers above it.
+    Several seeds are averaged user by user, which says something only where a user is one person over all of them: give
+    the partition a seed of its own. ``mean``, ``std`` and ``variance`` are over the users, the latter two of the
+    *sample* (divisor n - 1): with this divisor, and only with it, the "Std Dev" that the paper prints under its Tables
+    2 and 3 is that of the numbers above it. Users that joined late come after them and are in none of the three.
 
     Args:
         runs: A run a method, or several that differ in the seed.
         metric: A column of the per-client results. Accuracy and AUC are shown in per cent. A method without personal
             models is shown by its global one, as FedAvg is in these tables.
     """
-    scale = scale_of(metric.rpartition("/")[2])
     rows: list[Row] = []
     for name, run in runs.items():
-        users: dict[object, list[float]] = {}
-        for folder in folders_of(run):
-            for user, value in client_values(folder, metric)[1].items():
-                users.setdefault(user, []).append(scale * value)
-        means = {user: _mean(values) for user, values in users.items()}
+        means, late = (_user_means(run, metric, new) for new in (False, True))
         present = np.array([value for value in means.values() if not math.isnan(value)])
         variance = float(present.var(ddof=1)) if len(present) > 1 else math.nan
         totals = {"mean": _mean(list(means.values())), "std": math.sqrt(variance), "variance": variance}
-        rows.append({"method": name, **{f"user {user}": value for user, value in means.items()}, **totals})
-    users_first = dict.fromkeys(c for row in rows for c in row if c not in ("mean", "std", "variance"))
-    return [{c: row[c] for c in (*users_first, "mean", "std", "variance") if c in row} for row in rows]
+        of_late = {f"new user {user}": value for user, value in late.items()}
+        rows.append({"method": name, **{f"user {user}": value for user, value in means.items()}, **totals, **of_late})
+    last = ("mean", "std", "variance", *dict.fromkeys(c for row in rows for c in row if c.startswith("new user ")))
+    users_first = dict.fromkeys(c for row in rows for c in row if c not in last)
+    return [{c: row[c] for c in (*users_first, *last) if c in row} for row in rows]
 
 
-def client_values(folder: ResultsFolder, metric: str) -> tuple[str, dict[object, float]]:
+def _user_means(run: ResultsFolder | Sequence[ResultsFolder], metric: str, new: bool) -> dict[object, float]:
+    """Each user's mean over the seeds."""
+    scale, users = scale_of(metric.rpartition("/")[2]), dict[object, list[float]]()
+    for folder in folders_of(run):
+        for user, value in client_values(folder, metric, new)[1].items():
+            users.setdefault(user, []).append(scale * value)
+    return {user: _mean(values) for user, values in users.items()}
+
+
+def client_values(folder: ResultsFolder, metric: str, new: bool = False) -> tuple[str, dict[object, float]]:
     """A column of the per-client results by client, and its name.
 
-    For a method without personal models, ``personal/...`` is ``global/...``.
+    For a method without personal models, ``personal/...`` is ``global/...``. Of the clients that joined late, or of all
+    others, which are those that every mean of a record is over.
 
     Raises:
         ValueError: there is no such column.
@@ -272,9 +280,13 @@ def client_values(folder: ResultsFolder, metric: str) -> tuple[str, dict[object,
     columns = dict.fromkeys(column for row in rows for column in row)
     for name in (metric, re.sub("^personal/", "global/", metric)):
         if name in columns:
-            return name, {row["client"]: row.get(name, math.nan) for row in rows}
+            return name, {row["client"]: row.get(name, math.nan) for row in rows if _is_new(row) == new}
     known = ", ".join(columns) or "none: no evaluation was saved"
     raise ValueError(f"{folder.path / 'clients.csv'} has no column {metric!r}; it has {known}")
+
+
+def _is_new(row: Row) -> bool:
+    return row.get("new") == "True"  # as CSV has it
 
 
 def folders_of(run: ResultsFolder | Sequence[ResultsFolder]) -> Sequence[ResultsFolder]:

@@ -187,5 +187,5 @@ def test_options_choose_the_engine() -> None:
     several = make_engine(EngineOptions(workers=3))
     assert isinstance(several, Workers) and several.workers == 3
     assert EngineOptions(workers=3).identity() == {}
-    with pytest.raises(ValueError, match="workers is 0; accepted is a value of 1 or more"):
+    with pytest.raises(ValueError, match="workers is 0; accepted is a value from 1 to 1024"):
         EngineOptions(workers=0)

@@ -181,7 +181,7 @@ def test_a_layer_is_a_module_with_its_buffers_or_a_tensor() -> None:
 def test_two_models_change_places_without_a_copy() -> None:
     model = WorkingModel(_network())
     first = model.state()
-    other = model.copies()
+    other = model.second()
     model.load(first + 1)
     second, memory = model.state(), [p.data_ptr() for p in model.trained]
     model.exchange(other)

@@ -258,6 +258,15 @@ def test_per_user_averages_the_seeds_of_each_user(make_run):
     assert (row["user 0"], row["user 1"], row["mean"]) == pytest.approx((30, 50, 40))
 
 
+def test_users_that_joined_late_stand_after_the_means_of_the_others(make_run):
+    runs = {"A": [make_run("a", [0.2, 0.4, 0.9]), make_run("b", [0.4, 0.6, 0.7])]}
+    for folder in runs["A"]:
+        folder.write_clients([{**row, "new": row["client"] == 2} for row in folder.clients()])
+    (row,) = per_user(runs)
+    assert list(row) == ["method", "user 0", "user 1", "mean", "std", "variance", "new user 2"]
+    assert (row["mean"], row["new user 2"]) == pytest.approx((40, 80))
+
+
 def test_per_user_shows_fedavg_by_its_global_model_and_any_other_column(make_run):
     runs = {"FedAvg": make_run("f", [0.5], models=["global"]), "PersFL": make_run("p", [0.75, 1.0])}
     fedavg, persfl = per_user(runs)

@@ -1,0 +1,184 @@
+"""The server of a federation as a Flower app: the round loop, with an engine that sends messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import Federation, Method, Settings
+from pfl_ext.runs import has_results, run_in
+from pfl_ext.tasks import Task
+
+from .engine import GridEngine, Introduction
+from .parts import Given, Network, Parts, Whole, network_digest
+
+__all__ = ["server_app"]
+
+
+def server_app(
+    method: Method | None = None,
+    *,
+    network: Network | None = None,
+    settings: Settings | None = None,
+    data: Whole | None = None,
+    task: Task | None = None,
+    folder: Path | str | None = None,
+    resume: bool = False,
+) -> ServerApp:
+    """A Flower app of a server that runs a method on the clients of :func:`~.client.client_app`.
+
+    What is not given is read from the app's configuration, which ``pfl-ext flower new`` writes. With all of it from
+    there the results are a folder as ``pfl-ext run`` leaves it.
+
+    Args:
+        method: what clients and server do.
+        network: makes the network of a dataset, with its initial weights.
+        settings: the rest of the run.
+        data: loads all clients' data, for a simulation. Where nodes have their own, it is not called.
+        task: what is learned; by default what the targets are for.
+        folder: where checkpoints go; by default what ``flower.output`` of the configuration names.
+        resume: go on from the newest good checkpoint there, as does ``flower.resume`` of the configuration.
+    """
+    given = Given(method, network, settings, data, task)
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        config = {"flower.output": str(folder or ""), "flower.resume": resume, **context.run_config}
+        _run(grid, given.parts(context.run_config), config)
+
+    return app
+
+
+def _run(grid: Grid, parts: Parts, config: Mapping[str, Any]) -> None:
+    timeout, wait = float(config.get("flower.timeout", 3600.0)), float(config.get("flower.wait", 600.0))
+    engine = GridEngine(grid, parts.run, timeout=timeout, wait=wait)
+    dataset, partition = _data(engine, parts, config)
+    digest = network_digest(parts.network(dataset), parts.settings)
+    for node in engine.gather(partition.clients):
+        if node.network != digest:
+            raise ValueError(f"client {node.client} has another network than the server, or other initial weights")
+    output, resume = str(config["flower.output"]), bool(config["flower.resume"])
+    if parts.experiment is None:
+        _run_given(engine, parts, dataset, partition, output, resume)
+        return
+    if not output:
+        raise ValueError("flower.output is empty; accepted is the folder for results and checkpoints")
+    target, overwrite = Path(output), bool(config.get("flower.overwrite", False))
+    if has_results(target) and not (resume or overwrite):
+        raise ValueError(
+            f"{target} holds the results of an earlier run: flower.resume=true goes on with it, flower.overwrite=true "
+            "removes its results, flower.output names another folder"
+        )
+    experiment = parts.experiment
+
+    def make(*args: Any, **more: Any) -> Federation:
+        return engine.follow(experiment.make(*args, engine=engine, **more))
+
+    last = run_in(
+        target, experiment, dataset, partition, resume=resume, overwrite=overwrite, quiet=True, make=make, seen=_tell
+    )
+    log(INFO, "done after round %s: results in %s", last["round"], target)
+
+
+def _run_given(
+    engine: GridEngine, parts: Parts, dataset: Dataset, partition: Partition, output: str, resume: bool
+) -> None:
+    """A run whose parts were given in code: rounds and checkpoints, without a results folder."""
+    federation = Federation(
+        parts.method,
+        parts.network(dataset),
+        dataset,
+        partition,
+        parts.settings,
+        task=parts.task(dataset),
+        engine=engine,
+        folder=output or None,
+        resume=resume,
+    )
+    for record in engine.follow(federation).rounds():
+        _tell(record)
+
+
+def _tell(record: Mapping[str, Any]) -> None:
+    """A line of the log for a round."""
+    accuracy = {
+        model: f"{splits['test']['accuracy']['mean']:.4f}"
+        for model, splits in record.get("models", {}).items()
+        if "test" in splits and "accuracy" in splits["test"]
+    }
+    dropped = f", left out {record['dropped']}" if record.get("dropped") else ""
+    log(INFO, "round %s: accuracy %s%s", record["round"], accuracy or "not evaluated", dropped)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def _data(engine: GridEngine, parts: Parts, config: Mapping[str, Any]) -> tuple[Dataset, Partition]:
+    """The run's data: those of a simulation, or what nodes say of theirs."""
+    first = engine.first()
+    if not first.own:
+        dataset, partition = parts.whole()
+        nodes = engine.gather(partition.clients)
+        for node in nodes:
+            if node.own or node.data != dataset.fingerprint:
+                raise ValueError(f"client {node.client} has other data than the server, which has {dataset.name!r}")
+        return dataset, partition
+    clients = int(config.get("partition.clients", 0))
+    if clients < 1:
+        raise ValueError(f"partition.clients is {clients}; accepted is the number of nodes, each with data of its own")
+    return elsewhere(engine.gather(clients), parts.settings)
+
+
+def elsewhere(nodes: Sequence[Introduction], settings: Settings) -> tuple[Dataset, Partition]:
+    """A dataset with as many samples as the nodes have, and none of them: the loop counts by it.
+
+    Raises:
+        ValueError: the nodes' data do not fit together.
+    """
+    first = nodes[0]
+    for node in nodes:
+        for what in ("own", "shape", "classes", "multilabel"):
+            ours, theirs = getattr(first, what), getattr(node, what)
+            if ours != theirs:
+                raise ValueError(
+                    f"client {node.client} has data with the {what} {theirs}, client {first.client} with {ours}; the "
+                    "same are accepted (an archive can name its classes)"
+                )
+    if settings.personal_global_test:
+        raise ValueError("personal_global_test is set; nodes with data of their own have no global test set")
+    begin, parts = 0, dict[str, list[torch.Tensor]](train=[], validation=[], test=[])
+    for node in nodes:
+        for name, indices in parts.items():
+            indices.append(torch.arange(begin, begin + node.sizes[name]))
+            begin += node.sizes[name]
+    labels = (begin, len(first.classes)) if first.multilabel else (begin,)
+    targets = torch.zeros(1, dtype=torch.uint8 if first.multilabel else torch.int64).expand(labels)
+    dataset = Dataset(
+        "the nodes'",
+        torch.zeros(1, dtype=torch.uint8).expand(begin, *first.shape),  # one byte, however many
+        targets,
+        first.classes,
+        torch.zeros(1, dtype=torch.bool).expand(begin),
+    )
+    digest = hashlib.sha256("".join(node.data for node in nodes).encode()).hexdigest()
+    object.__setattr__(dataset, "_fingerprint", digest)
+    nothing = torch.empty(0, dtype=torch.int64)
+    cut = Partition(
+        tuple(parts["train"]),
+        tuple(parts["validation"]),
+        tuple(parts["test"]),
+        nothing,
+        nothing,
+        {"partitioner": "nodes", "dataset": dataset.name, "dataset_fingerprint": digest},
+    )
+    return dataset, cut
