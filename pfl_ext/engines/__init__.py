@@ -5,7 +5,7 @@ from pfl_ext.federation import InProcess
 from .choice import EngineOptions, make_engine
 from .ranks import LostRank, restarted
 from .torchrun import Torchrun, begun_before_restart, lead, note_begun
-from .workers import Workers
+from .workers import Workers, leave_if_imported_by_a_worker
 
 __all__ = [
     "EngineOptions",
@@ -15,6 +15,7 @@ __all__ = [
     "Workers",
     "begun_before_restart",
     "lead",
+    "leave_if_imported_by_a_worker",
     "make_engine",
     "note_begun",
     "restarted",

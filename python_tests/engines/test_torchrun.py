@@ -332,11 +332,11 @@ def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to
     other = ["--rounds=5", "--lr=0.1", "--output"]
     assert main([*compare, *other, str(tmp_path / "one")]) == 0
     process = start(2, "-m", "pfl_ext", *compare, *other, tmp_path / "two", "--overwrite", restarts=1)
-    first = tmp_path / "two" / "fedavg-seed0" / "config.json"
+    first = tmp_path / "two" / "fedavg-seed0" / "config.toml"
 
     def begun() -> bool:
         """Whether the first run was begun anew: its options are others."""
-        return first.exists() and '"lr": 0.1' in first.read_text()
+        return first.exists() and "lr = 0.1" in first.read_text()
 
     _until(lambda: (begun() and _rounds(first.parent) > 0) or process.poll() is not None)
     os.kill(_ranks(process.pid)[1], signal.SIGKILL)
