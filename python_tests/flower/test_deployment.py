@@ -105,6 +105,24 @@ def test_nodes_with_their_own_data_and_a_superlink_that_is_killed_give_the_bits_
     assert files.load(2)["personal"].numpy().tobytes() not in content
 
 
+def test_flwr_run_in_simulation_leaves_the_results_of_pfl_ext_run(
+    tmp_path: Path, flower_environment: dict[str, str]
+) -> None:
+    options = [*OPTIONS, "--train-samples", "200", "--diverged", "drop"]
+    with deployment(tmp_path, flower_environment) as run:
+        run.run("pfl-ext", "flower", "new", "app", "ditto", *options)
+        run.simulation()
+        resources = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=2"
+        said = run.run(*("flwr", "run", "app", "simulation", "--stream", "--federation-config", resources), timeout=300)
+        assert "done after round 2" in said
+        run.run("pfl-ext", "run", "ditto", *options, "--output", "plain", "--quiet", "--no-plots")
+    results = tmp_path / "app/results"
+    plain = [json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()]
+    assert _records(tmp_path) == [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in plain]
+    for name in ("config.json", "partition.safetensors", "checkpoints/checkpoint-00000002.safetensors"):
+        assert (results / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
+
+
 @pytest.mark.skipif("PFL_EXT_LONG" not in os.environ, reason="takes minutes: PFL_EXT_LONG=1 runs it")
 def test_a_node_that_is_killed_is_left_out_and_takes_part_again_when_it_is_back(
     tmp_path: Path, flower_environment: dict[str, str]

@@ -30,7 +30,7 @@ def test_its_command_writes_an_app(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall(r"^pfl-ext (flower new .*)$", PAGE, re.M)
     assert main(command.split()) == 0
-    assert (tmp_path / "clinics/pyproject.toml").is_file()
+    assert (tmp_path / "ditto-app/pyproject.toml").is_file()
 
 
 def test_the_tests_and_functions_that_it_names_exist() -> None:
