@@ -115,22 +115,24 @@ abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library un
 	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; \
 	  $$env/bin/pytest -q -n $(WORKERS) python_tests/ops || exit 1; done
 
-# Flower brings 60 packages, 250 MB of them ray for its simulation, and needs Python 3.11: an environment of its own.
+# Flower brings 60 packages, 250 MB of them ray for its simulation, and needs Python 3.11: an environment of its own,
+# with the torch and the test tools of $(OLDEST), which CI has made by then.
 FLOWER_ENV := .venv-flower
 FLOWER ?= 1.42.0
 FLOWER_PIP := $(FLOWER_ENV)/bin/python -m pip --disable-pip-version-check -q install
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-$(FLOWER_ENV)/tools: constraints.txt .ci/flower.txt Makefile
+$(FLOWER_ENV)/tools: $(OLDEST)/tools .ci/flower.txt Makefile
 	test -x $(FLOWER_ENV)/bin/python || $(PYTHON) -m venv $(FLOWER_ENV)
-	$(FLOWER_PIP) $(PIP_FLAGS) -c constraints.txt $(TORCH_cpu) $(TEST_TOOLS) safetensors
-	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps -r .ci/flower.txt
+	$(FLOWER_PIP) $(PIP_FLAGS) -c constraints.txt --no-deps -r .ci/flower.txt safetensors
+	$(abspath $(OLDEST))/bin/python $(SITE) > $$($(FLOWER_ENV)/bin/python $(SITE))/torch-and-tools.pth
 	@touch $@
 
 ifeq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))'),True)
 flower: build $(FLOWER_ENV)/tools ## the tests of Flower with the real one, FLOWER=1.42.0
 	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps flwr==$(FLOWER)
 	$(FLOWER_PIP) --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(FLOWER_ENV)/bin/pytest -q python_tests/flower
+	$(FLOWER_ENV)/bin/python -m pytest -q python_tests/flower
 else
 flower: ## the tests of Flower with the real one, FLOWER=1.42.0
 	@echo "not run: Flower needs Python 3.11 or later, and $(PYTHON) is older"
