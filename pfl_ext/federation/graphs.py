@@ -54,7 +54,7 @@ class RecordedSteps:
         """See the class."""
         self._steps = steps
         self._first: Batch | None = None
-        self._given: Batch | None = None
+        self._given: list[Tensor] = []
         self._loss: Tensor | None = None
         self._replay: Callable[[], None] | None = None
 
@@ -67,10 +67,9 @@ class RecordedSteps:
             return self._steps.take(batch)
         taken = self._steps.taken
         if self._replay is None:
-            self._given = Batch(*(torch.empty_like(part) for part in batch))
+            self._given = [torch.empty_like(part) for part in _tensors(batch)]
             self._replay = record(self._step)
-        assert self._given is not None
-        for place, part in zip(self._given, batch, strict=True):
+        for place, part in zip(self._given, _tensors(batch), strict=True):
             place.copy_(part)
         self._replay()
         self._steps.taken = taken + 1  # Python sees the recording, and not the replays
@@ -78,13 +77,16 @@ class RecordedSteps:
         return self._loss
 
     def _step(self) -> None:
-        assert self._given is not None
-        self._loss = self._steps.take(self._given)
+        self._loss = self._steps.take(Batch(*self._given))
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [part for part in batch if isinstance(part, Tensor)]
 
 
 def _alike(a: Batch, b: Batch) -> bool:
     """Whether both are tensors of the same shapes: a dictionary of inputs is not recorded."""
-    pairs = list(zip(a, b, strict=True))
-    if not all(isinstance(x, Tensor) and isinstance(y, Tensor) for x, y in pairs):
-        return False
-    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+    return all(
+        isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and x.dtype == y.dtype
+        for x, y in zip(a, b, strict=True)
+    )

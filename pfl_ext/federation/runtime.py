@@ -5,29 +5,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset, Inputs
+from pfl_ext.data.placement import placed
 from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
 from .client import Client, current_outputs
 from .mapped import opened
-from .messages import Diverged, Reply, Request, Stage, Vector, Work
+from .messages import Diverged, Reply, Request, Stage, Work
 from .method import Models, Predictor
 from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
+from .uplink import Deliver, InThread, ToHost, Uplink
 
 __all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads"]
 
 Vectors = Mapping[str, Tensor]
-Deliver = Callable[[Request, str, Vectors], Mapping[str, Vector]]
-"""Brings vectors on their way to the server's side, in a file or in memory that processes share: ``"sent"`` ones, or
-``"kept"`` ones of an asynchronous turn."""
 
 
 class threads:
@@ -80,7 +78,7 @@ class ClientRuntime:
         self.model = plan.working_model()
         self.server: Vectors = {}
         self._personal = "personal" in self.method.stages
-        self._uplink = ThreadPoolExecutor(1, "upload")  # its thread begins with the first upload
+        self._uplink: Uplink = ToHost(self.model.device) if self.settings.uploads == "host" else InThread()
         stays = self.model.stays
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
         self._stages: dict[Stage, Callable[[Request, Client, Vectors], Reply]] = {
@@ -158,16 +156,16 @@ class ClientRuntime:
         self._keep_own_buffers(client)
         protocol = self.settings.protocol
         if not self._personal or protocol == "until-arrival":
-            delivered = self.deliver(request, "sent", sent)
+            delivered = self._uplink.begin(self.deliver, request, sent, wait=True)()
         elif protocol == "compute-and-wait":
             self._train_personally(client, received, sent)
-            delivered = self.deliver(request, "sent", sent)
+            delivered = self._uplink.begin(self.deliver, request, sent, wait=True)()
         else:
-            arriving = self._uplink.submit(self.deliver, request, "sent", sent)
+            arrived = self._uplink.begin(self.deliver, request, sent)
             try:
                 self._train_personally(client, received, sent)
             finally:
-                delivered = arriving.result()
+                delivered = arrived()
         reply = Reply(client.index, delivered, report=client.report)
         if self.method.buffer is None:
             self._commit(client)
@@ -187,7 +185,7 @@ class ClientRuntime:
             self.method.personalize(client, received, {})
             self._keep_own_buffers(client)
         else:
-            sent = {name: opened(vector) for name, vector in request.sent.items()}
+            sent = {name: placed(opened(vector), self.model.device) for name, vector in request.sent.items()}
             self._train_personally(client, received, sent, request.budget)
         self._commit(client)
         return Reply(client.index, report=client.report)

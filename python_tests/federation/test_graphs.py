@@ -83,5 +83,5 @@ def test_recorded_steps_on_cuda_give_the_same_numbers(
 
 
 def test_graphs_are_refused_where_there_is_no_gpu() -> None:
-    with pytest.raises(ValueError, match="graphs is True; .*false where device is not cuda"):
+    with pytest.raises(ValueError, match=r"graphs is True; .*false where device is not cuda"):
         Settings(graphs=True)
