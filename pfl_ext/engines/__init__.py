@@ -1,10 +1,21 @@
-"""Where clients' turns run: in this process, side by side in worker processes, or on the ranks of torchrun."""
+"""Where clients' turns run: in this process, side by side in worker processes, on streams of a GPU, or on ranks."""
 
 from pfl_ext.federation import InProcess
 
 from .choice import EngineOptions, make_engine
 from .ranks import LostRank, restarted
+from .streams import Streams
 from .torchrun import Torchrun, lead
 from .workers import Workers
 
-__all__ = ["EngineOptions", "InProcess", "LostRank", "Torchrun", "Workers", "lead", "make_engine", "restarted"]
+__all__ = [
+    "EngineOptions",
+    "InProcess",
+    "LostRank",
+    "Streams",
+    "Torchrun",
+    "Workers",
+    "lead",
+    "make_engine",
+    "restarted",
+]

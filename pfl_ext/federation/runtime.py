@@ -14,7 +14,7 @@ from pfl_ext.data.placement import placed
 from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
-from .client import Client, current_outputs
+from .client import Client, Rows, current_outputs
 from .mapped import opened
 from .messages import Diverged, Reply, Request, Stage, Work
 from .method import Models, Predictor
@@ -77,6 +77,7 @@ class ClientRuntime:
         self.method, self.task, self.settings = plan.method, plan.task, plan.settings
         self.model = plan.working_model()
         self.server: Vectors = {}
+        self._placed: dict[int, Rows] = {}
         self._personal = "personal" in self.method.stages
         self._uplink: Uplink = ToHost(self.model.device) if self.settings.uploads == "host" else InThread()
         stays = self.model.stays
@@ -116,7 +117,7 @@ class ClientRuntime:
         seed_layers(seed_of(settings.seed, "layers", request.round, k), self.model.device)
         plan = self.plan
         client = Client(
-            k, request.round, request.stage, self.task, self.model, plan.dataset, plan.rows[k], self.store, settings
+            k, request.round, request.stage, self.task, self.model, plan.dataset, self._rows(k), self.store, settings
         )
         if request.received is None:
             received = self.method.sends(self.server, k, request.stage)
@@ -125,6 +126,13 @@ class ClientRuntime:
         if self._has_local:
             received = {name: self._with_own_buffers(client, vector) for name, vector in received.items()}
         return client, received
+
+    def _rows(self, client: int) -> Rows:
+        """A client's samples, their numbers where the data is: brought there once."""
+        if client not in self._placed:
+            device = self.plan.dataset.device
+            self._placed[client] = Rows(*(placed(part, device) for part in self.plan.rows[client]))
+        return self._placed[client]
 
     def _with_own_buffers(self, client: Client, state: Tensor) -> Tensor:
         """A state with the buffers that are the client's own, once it has some."""
