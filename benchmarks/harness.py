@@ -10,14 +10,26 @@ from pathlib import Path
 
 import torch
 
-from . import averaging, distillation, federation, gpu_model, gpu_race, machine, proximal, report, sharpness, spectral
+from . import (
+    averaging,
+    distillation,
+    federation,
+    flower,
+    gpu_model,
+    gpu_race,
+    machine,
+    proximal,
+    report,
+    sharpness,
+    spectral,
+)
 from .case import Family, Grid, Skipped, WrongResult
 from .measure import MIN_ROUNDS, ReadBandwidth, Result, race
 
 __all__ = ["FAMILIES", "main"]
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (averaging, spectral, sharpness, distillation, proximal)
+    module.FAMILY.name: module.FAMILY for module in (averaging, spectral, sharpness, distillation, proximal, flower)
 }
 
 _ROUNDS, _QUICK_ROUNDS = 30, 10

@@ -24,6 +24,8 @@ from pfl_ext.federation import (
     option,
 )
 
+from .prototypes import head_sizes
+
 __all__ = ["FedGen"]
 
 
@@ -83,17 +85,9 @@ class FedGen(Method):
     def _head(self, model: WorkingModel) -> nn.Module:
         return model.module.get_submodule(self.head or model.last_layer())
 
-    def _sizes(self, model: WorkingModel) -> tuple[int, int]:
-        """How many features the predictor takes, how many classes it tells apart."""
-        linear = [m for m in self._head(model).modules() if isinstance(m, nn.Linear)]
-        if not linear:
-            name = self.head or model.last_layer()
-            raise ValueError(f"FedGen generates inputs of linear layers, and the head {name!r} has none: name another")
-        return linear[0].in_features, linear[-1].out_features
-
     def _generator(self, model: WorkingModel) -> SideModule:
         """G, from noise and a label to features."""
-        features, classes = self._sizes(model)
+        features, classes = head_sizes(model, self.head, "FedGen")
         into = self.noise + classes
         return SideModule(
             lambda: nn.Sequential(nn.Linear(into, self.hidden), nn.ReLU(), nn.Linear(self.hidden, features))
@@ -111,7 +105,7 @@ class FedGen(Method):
     def set_up(self, server: Server) -> None:
         """theta, the sum of the clients' label counts, and the generator's first weights."""
         super().set_up(server)
-        server["counts"] = server["model"].new_zeros(self._sizes(server.model)[1])
+        server["counts"] = server["model"].new_zeros(head_sizes(server.model, self.head, "FedGen")[1])
         server["generator"] = self._generator(server.model).drawn(server.stream("generator"), server.model)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pfl_ext.experiment import Experiment
 from pfl_ext.federation import stream
 from pfl_ext.options import nearest
-from pfl_ext.reports import ResultsFolder, Surface, draw_landscapes, loss_surface, table
+from pfl_ext.reports import Surface, draw_landscapes, loss_surface, table
 from pfl_ext.runs import SavedModels
 
 from .flags import refuse_unknown
-from .methods import add_trust, make_known
 from .parser import Parser, UsageError
+from .saved import experiment_of
+from .trust import add_trust
 
 __all__ = ["Request", "execute", "flags", "parse"]
 
@@ -103,11 +103,8 @@ def execute(request: Request) -> int:
 
 def _surfaces(folder: Path, request: Request) -> dict[str, Surface]:
     """The loss around each model of a run."""
-    sections = ResultsFolder.open(folder).read_json("config.json")
-    if request.data_root is not None:
-        sections["data"]["root"] = str(request.data_root)
-    make_known(str(sections.get("method", {}).get("name")), trusted=request.trust_code)
-    saved = SavedModels(folder, Experiment.from_sections(sections), request.client, request.device)
+    experiment = experiment_of(folder, request.data_root, trusted=request.trust_code)
+    saved = SavedModels(folder, experiment, request.client, request.device)
     chosen = saved.names if request.models is None else request.models
     for name in chosen:
         if name not in saved.names:

@@ -6,7 +6,7 @@ from .choice import EngineOptions, make_engine
 from .ranks import LostRank, restarted
 from .streams import Streams
 from .torchrun import Torchrun, lead
-from .workers import Workers
+from .workers import Workers, leave_if_imported_by_a_worker
 
 __all__ = [
     "EngineOptions",
@@ -16,6 +16,7 @@ __all__ = [
     "Torchrun",
     "Workers",
     "lead",
+    "leave_if_imported_by_a_worker",
     "make_engine",
     "restarted",
 ]

@@ -100,6 +100,15 @@ class Client:
         self._set: dict[str, Tensor] = {}
 
     @property
+    def rounds(self) -> int:
+        """How many rounds the run has."""
+        return self._settings.rounds
+
+    def steps_of(self, batch_size: int, *, epochs: int = 1, steps: int | None = None) -> int:
+        """How many batches :meth:`batches` gives, but for what it leaves out."""
+        return epochs * -(-self.samples // batch_size) if steps is None else steps
+
+    @property
     def samples(self) -> int:
         """n_k, how many training samples the client has."""
         return len(self.train)
@@ -236,6 +245,10 @@ class Client:
         """What enters the head of the working model as it is, in evaluation mode, for these samples; and targets."""
         with Features(self.model, head) as features:
             return current_outputs(self.model, self._dataset, indices, predict=features)
+
+    def metrics(self, indices: Tensor) -> dict[str, float]:
+        """The task's metrics of the working model on these samples."""
+        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""

@@ -65,7 +65,7 @@ class Plan:
         """What is kept for each client: the method's vectors, and local buffers and private steps where there are."""
         kept = self.method.keeps(model)
         if self.settings.privacy is not None:
-            kept[PRIVATE_STEPS] = torch.zeros(1, dtype=torch.float64)
+            kept[PRIVATE_STEPS] = torch.zeros(2, dtype=torch.float64)
         if model.local.any():
             kept[LOCAL_BUFFERS] = model.state()[model.local]
         return kept

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pfl_ext.ops.prepared import Repeated
 from pfl_ext.ops.sharpness import Norm, backup_bytes, layer_groups, lwsam_perturb_, personalization_scores, restore_
 
 __all__ = ["LWSAM", "SAM"]
@@ -23,7 +24,8 @@ class _Perturbation:
     """
 
     backup: Tensor | None = None
-    moved: list[Tensor] | None = None
+    moved: Sequence[Tensor] | None = None
+    repeated: Repeated = field(default_factory=Repeated)
 
 
 class SAM(Optimizer):
@@ -125,9 +127,10 @@ class SAM(Optimizer):
             groups = list(range(len(params)))
         elif layer_of is None:
             groups = list(range(len(params)))
+        moved = self._perturbation.repeated("params", params)
         self._perturbation.backup = lwsam_perturb_(
-            params,
-            grads,
+            moved,
+            self._perturbation.repeated("grads", grads),
             scores,
             rho,
             self.p,
@@ -136,7 +139,7 @@ class SAM(Optimizer):
             literal_exponent=self.literal_exponent,
             backup=self._reusable(params),
         )
-        self._perturbation.moved = params
+        self._perturbation.moved = moved
         if zero_grad:
             self.zero_grad()
 
