@@ -205,6 +205,7 @@ GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath
   --python $(abspath $(BIN))/python
 GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation engines/test_streams.py algorithms/test_devices.py \
   algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
+GPU_ORDERS := $(addprefix $(CURDIR)/python_tests/,ops optim algorithms/test_devices.py)
 IS_SIMULATED := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
   raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
 
@@ -215,7 +216,7 @@ gpu-check: build ## the CUDA library on a simulated GPU: ops, optimisers, all me
 	cd build/simulator && $(GPU) -c '$(IS_SIMULATED)'
 	cd build/simulator && $(GPU) -m pytest -q -n $(WORKERS) -k cuda $(GPU_TESTS)
 	cd build/simulator && FAKEGPU_SEED=1 FAKEGPU_GLOBAL_RACES=1 FAKEGPU_THREAD_SCHEDULE=1 \
-	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile" $(GPU_TESTS)
+	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile and not graph" $(GPU_ORDERS)
 	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -k "cuda and graph" $(GPU_TESTS)
 	cd build/simulator && $(GPU) -m pfl_ext compare persfl fedavg ditto scd plgu-lf --data digits --partition ds1 --clients 4 \
 	  --rounds 1 --lr 0.1 --device cuda --output ../gpu-check
