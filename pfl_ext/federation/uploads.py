@@ -61,7 +61,7 @@ class Here:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""
         files = [vector for vector in vectors if isinstance(vector, MappedTensor)]
         if len(files) < len(vectors):
-            return _average([opened(vector) for vector in vectors], weights, normalize)
+            return _average([self.fetch(vector) for vector in vectors], weights, normalize)
         size = files[0].numel()
         step = max(1, _PIECES // (len(files) * files[0].dtype.itemsize))
         pieces = [
