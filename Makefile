@@ -34,7 +34,7 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
 # As many test processes as there are cores, each with one thread; the tests of threads ask for theirs.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-test abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS := 1
+test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS := 1
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
@@ -44,7 +44,7 @@ PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check bench readme clean FORCE
+.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -115,6 +115,27 @@ abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library un
 	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; \
 	  $$env/bin/pytest -q -n $(WORKERS) python_tests/ops || exit 1; done
 
+# Flower brings 60 packages, 250 MB of them ray for its simulation, and needs Python 3.11: an environment of its own.
+FLOWER_ENV := .venv-flower
+FLOWER ?= 1.42.0
+FLOWER_PIP := $(FLOWER_ENV)/bin/python -m pip --disable-pip-version-check -q install
+
+$(FLOWER_ENV)/tools: constraints.txt .ci/flower.txt Makefile
+	test -x $(FLOWER_ENV)/bin/python || $(PYTHON) -m venv $(FLOWER_ENV)
+	$(FLOWER_PIP) $(PIP_FLAGS) -c constraints.txt $(TORCH_cpu) $(TEST_TOOLS) safetensors
+	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps -r .ci/flower.txt
+	@touch $@
+
+ifeq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))'),True)
+flower: build $(FLOWER_ENV)/tools ## the tests of Flower with the real one, FLOWER=1.42.0
+	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps flwr==$(FLOWER)
+	$(FLOWER_PIP) --force-reinstall --no-deps $(WHEELS)/*.whl
+	$(FLOWER_ENV)/bin/pytest -q python_tests/flower
+else
+flower: ## the tests of Flower with the real one, FLOWER=1.42.0
+	@echo "not run: Flower needs Python 3.11 or later, and $(PYTHON) is older"
+endif
+
 sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \
 	  $(BIN)/pytest -n $(WORKERS) python_tests/emulator python_tests/common python_tests/cuda
@@ -182,7 +203,8 @@ cuda-check: build ## no register spills, no stack frames, every op registered by
 SIMULATOR ?=
 GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath $(SIMULATOR))/fakegpu.py \
   --python $(abspath $(BIN))/python
-GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation algorithms/test_devices.py)
+GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation algorithms/test_devices.py \
+  algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
 IS_SIMULATED := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
   raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
 

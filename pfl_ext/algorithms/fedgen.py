@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from pfl_ext.data.placement import placed
 from pfl_ext.federation import (
     Batch,
     Client,
@@ -22,6 +23,8 @@ from pfl_ext.federation import (
     WorkingModel,
     option,
 )
+
+from .prototypes import head_sizes
 
 __all__ = ["FedGen"]
 
@@ -82,34 +85,27 @@ class FedGen(Method):
     def _head(self, model: WorkingModel) -> nn.Module:
         return model.module.get_submodule(self.head or model.last_layer())
 
-    def _sizes(self, model: WorkingModel) -> tuple[int, int]:
-        """How many features the predictor takes, how many classes it tells apart."""
-        linear = [m for m in self._head(model).modules() if isinstance(m, nn.Linear)]
-        if not linear:
-            name = self.head or model.last_layer()
-            raise ValueError(f"FedGen generates inputs of linear layers, and the head {name!r} has none: name another")
-        return linear[0].in_features, linear[-1].out_features
-
     def _generator(self, model: WorkingModel) -> SideModule:
         """G, from noise and a label to features."""
-        features, classes = self._sizes(model)
+        features, classes = head_sizes(model, self.head, "FedGen")
         into = self.noise + classes
         return SideModule(
             lambda: nn.Sequential(nn.Linear(into, self.hidden), nn.ReLU(), nn.Linear(self.hidden, features))
         )
 
-    def _draw(self, p: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _draw(self, p: Tensor, stream: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
         """Labels of the distribution p, and what the generator takes for them: noise, and the label as one-hot."""
-        labels = torch.multinomial(p.cpu(), self.generated, replacement=True, generator=stream)
+        labels = torch.multinomial(p, self.generated, replacement=True, generator=stream)
         noise = torch.randn(self.generated, self.noise, generator=stream, dtype=p.dtype)
-        return labels.to(p.device), torch.cat([noise, F.one_hot(labels, len(p)).to(p.dtype)], 1).to(p.device)
+        given = torch.cat([noise, F.one_hot(labels, len(p)).to(p.dtype)], 1)
+        return placed(labels, device), placed(given, device)
 
     # ---- the algorithm -----------------------------------------------------------------------------------------------
 
     def set_up(self, server: Server) -> None:
         """theta, the sum of the clients' label counts, and the generator's first weights."""
         super().set_up(server)
-        server["counts"] = server["model"].new_zeros(self._sizes(server.model)[1])
+        server["counts"] = server["model"].new_zeros(head_sizes(server.model, self.head, "FedGen")[1])
         server["generator"] = self._generator(server.model).drawn(server.stream("generator"), server.model)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
@@ -123,13 +119,15 @@ class FedGen(Method):
         seen = torch.zeros_like(counts)
         model.load(received["model"])
         head, generator, stream = self._head(model), self._generator(model), client.stream("generator")
+        p = _distribution(counts) if self.lam != 0 else None
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
-            seen.add_(torch.bincount(batch.targets, minlength=len(seen)))
+            # Not bincount, which asks a GPU for the largest label.
+            seen.index_add_(0, batch.targets, seen.new_ones(len(batch.targets)))
             objective = client.task.loss(logits, batch.targets)
-            if self.lam == 0 or not counts.any():
+            if p is None:
                 return objective
-            labels, given = self._draw(counts / counts.sum(), stream)
+            labels, given = self._draw(p, stream, model.device)
             with torch.no_grad():
                 z = generator(received["generator"], given)
             return objective + self.lam * F.cross_entropy(head(z), labels)
@@ -141,7 +139,8 @@ class FedGen(Method):
         """The clients' mean; then the generator, from what their predictors say."""
         server["model"] = uploads.average(equally=True)
         server["counts"] = uploads.sum("counts", [1.0] * len(uploads))
-        if self.lam == 0 or not server["counts"].any():
+        p = _distribution(server["counts"]) if self.lam != 0 else None
+        if p is None:
             return
         head, heads = self._head(server.model), []
         for _, state in uploads.one_by_one("model"):
@@ -149,10 +148,10 @@ class FedGen(Method):
             heads.append({name: tensor.detach().clone() for name, tensor in head.state_dict().items()})
         generator, numbers = self._generator(server.model), server["generator"].clone().requires_grad_()
         adam = torch.optim.Adam([numbers], lr=self.generator_lr)
-        stream, p = server.stream("generator"), server["counts"] / server["counts"].sum()
+        stream = server.stream("generator")
         head.eval()
         for _ in range(self.generator_steps):
-            labels, given = self._draw(p, stream)
+            labels, given = self._draw(p, stream, server.model.device)
             z = generator(numbers, given)
             logits = torch.stack([functional_call(head, some, (z,)) for some in heads]).mean(0)
             understood = F.cross_entropy(logits, labels)
@@ -160,8 +159,15 @@ class FedGen(Method):
             adam.zero_grad()
             (understood + self.diversity * apart).backward()
             adam.step()
+        if self.generator_steps:
             server.report["generator_loss"] = float(understood.detach())
         server["generator"] = numbers.detach()
+
+
+def _distribution(counts: Tensor) -> Tensor | None:
+    """The shares of the labels, on the CPU, where labels are drawn; None without any."""
+    counts = counts.cpu()
+    return counts / counts.sum() if bool(counts.any()) else None
 
 
 def diversity(noise: Tensor, features: Tensor) -> Tensor:

@@ -43,12 +43,15 @@ class PFedHN(Method):
     Readings: the paper's rounds have one client; of several the mean of their gradients is taken, which is the gradient
     of its objective. As in the official code the server takes SGD steps with momentum and weight decay, and the norm
     of its gradient and of those of the clients' steps is cut at ``clip``. Only trained parameters are generated;
-    buffers are averaged.
+    buffers are averaged. What the server does has the authors' defaults. What a client does has those of all methods,
+    so that methods compare on the same batches: the authors take 50 steps (``local_steps``) of batches of 64, with the
+    step size 0.005 and weight decay 5e-5.
 
     The heads are large: see :class:`~pfl_ext.nn.HyperNetwork`.
     """
 
     name = "pfedhn"
+    refuses = (("weighting", "its server takes a gradient, and averages no models"),)
 
     embedding: int = option(0, "length of a client's embedding; 0: 1 + a quarter of the number of clients")
     width: int = option(100, "width of the hypernetwork")
@@ -67,7 +70,7 @@ class PFedHN(Method):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay", "clip"):
+        for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay"):
             self.check(name, getattr(self, name) >= 0, "not negative")
         self.check("width", self.width >= 1, "at least 1")
         self.check("server_lr", self.server_lr > 0, "above 0")
@@ -118,7 +121,7 @@ class PFedHN(Method):
 
     def train_generated(self, client: Client) -> float:
         """E epochs of SGD; returns the mean loss."""
-        return Steps(client, self, clip=self.clip).train()
+        return Steps(client, self).train()
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the received model and send how it has changed."""

@@ -135,13 +135,20 @@ class Partition:
             lines.append(f"\n{self.clients - limit} more clients are only counted in the last row.")
         return "\n".join(lines)
 
-    def draw(self, dataset: Dataset, path: str | os.PathLike[str]) -> Path:
-        """Write a picture of it; see :func:`pfl_ext.data.picture.draw_partition`. Needs matplotlib."""
+    def draw(self, dataset: Dataset, path: str | os.PathLike[str], note: str = "") -> Path:
+        """Write a picture of it; see :func:`pfl_ext.data.picture.draw_partition`. Needs matplotlib.
+
+        Args:
+            dataset: whose samples it cuts.
+            path: the file; its ending is the format.
+            note: what the title says of it beside how it was made.
+        """
         from .picture import draw_partition
 
         how = self.description
         title = [f"{dataset.name}: {how.get('partitioner', 'partition')}"]
         title += [f"{key} = {how[key]:g}" for key in ("alpha", "k", "sigma") if key in how]
+        title += [note] if note else []
         parts = {part: [len(indices) for indices in getattr(self, part)] for part in PARTS}
         return draw_partition(", ".join(title), parts, self.counts(dataset), _categories(dataset)[1], path)
 

@@ -15,11 +15,11 @@ from .method import Method, Models, Predictor
 from .model import Part, WorkingModel
 from .plan import Plan
 from .rounds import selected_clients
-from .runtime import ClientRuntime, threads
+from .runtime import ClientRuntime, state_of, threads
 from .server import Server
 from .settings import Settings
 from .side_module import SideModule
-from .steps import Steps, fine_tune, local_length, mean_loss, sam
+from .steps import Loss, Steps, fine_tune, local_length, mean_loss, sam
 from .store import ClientStore
 from .streams import seed_of, stream
 from .uploads import Here, Uploads, outputs_of
@@ -42,6 +42,7 @@ __all__ = [
     "Here",
     "InProcess",
     "Interrupted",
+    "Loss",
     "Method",
     "Models",
     "Options",
@@ -70,6 +71,7 @@ __all__ = [
     "sam",
     "seed_of",
     "selected_clients",
+    "state_of",
     "stream",
     "threads",
 ]

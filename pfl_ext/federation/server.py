@@ -32,6 +32,7 @@ class Server(dict[str, Tensor]):
 
     Attributes:
         clients: as given.
+        partial: whether a client may never be selected: not all are in a round, or some join late or never.
         members: how many of them, the first ones, can be selected in this round: others join later or never.
         round: the round, from 1.
         report: numbers that the method reports of this round, for the tables of the run.
@@ -52,6 +53,7 @@ class Server(dict[str, Tensor]):
         super().__init__()
         self.task = task
         self.clients = self.members = clients
+        self.partial = settings.participation < 1 or settings.new_clients > 0
         self.round = 0
         self.report: dict[str, float] = {}
         self.auxiliary, self.held_out = auxiliary, held_out

@@ -820,18 +820,18 @@ class StreamingAverage:
                 self._given, self._plain = True, False
                 for total in (*self._vectors, *(self._sums[t] for t in self._integral)):
                     total /= divisor
-            values = list(first.tensors)
-            for t in writable:
-                if t not in kept:
-                    mean = self._sums[t] if target is None else self._sums[t] / divisor
-                    values[t] = _cast(mean, self._dtypes[t])
-                elif self.integers == "first":
-                    values[t] = first.tensors[t].clone()
-                else:
-                    continue
-                if target is not None:
-                    values[t] = target.tensors[t].copy_(values[t])
-        return self._restore(values) if target is None else out
+            averaged = [t for t in writable if t not in kept]
+            means = [self._sums[t] for t in averaged]
+            if target is not None and means:
+                means = list(torch._foreach_div(means, divisor))
+            values = dict(zip(averaged, _cast(means, [self._dtypes[t] for t in averaged]), strict=True))
+            if self.integers == "first":
+                values |= {t: first.tensors[t].clone() for t in kept if t in writable}
+            if target is None:
+                return self._restore([values[t] for t in range(len(first.tensors))])
+            if values:
+                torch._foreach_copy_([target.tensors[t] for t in values], list(values.values()))
+        return out
 
     def _checked_first(self, out: Model | Tensor | None) -> _Model:
         """What the first client was like, if there is a result to give."""
@@ -868,7 +868,13 @@ def _flat_zeros(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return vectors, sums
 
 
-def _cast(mean: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == mean.dtype:
-        return mean
-    return mean.to(dtype) if dtype.is_floating_point else _round_to(mean, dtype)
+def _cast(means: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Means in the clients' types. In lists: on a GPU an op a tensor is a launch a tensor."""
+    found = list(means)
+    narrow = [i for i, dtype in enumerate(dtypes) if dtype != means[i].dtype and dtype.is_floating_point]
+    if narrow:
+        cast = [torch.empty_like(means[i], dtype=dtypes[i]) for i in narrow]
+        torch._foreach_copy_(cast, [means[i] for i in narrow])
+        for i, value in zip(narrow, cast, strict=True):
+            found[i] = value
+    return [x if dtype.is_floating_point else _round_to(x, dtype) for x, dtype in zip(found, dtypes, strict=True)]

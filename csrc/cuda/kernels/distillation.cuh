@@ -20,8 +20,8 @@ constexpr int kReduceThreads = 256;
 constexpr int64_t kMaxTeachers = 1024;
 constexpr int64_t kMaxSharedCache = 48 * 1024 - 256;  // what needs no opt-in, without the kernels' own
 constexpr int64_t kMostUncached = 256;                // rows in work at once where each is read again from L2
-constexpr int64_t kMostBlocks = 65535 * 16;
-constexpr int64_t kSumPiece = 4096;  // values that a block adds up, at least
+constexpr int64_t kMostBlocks = 4096;                 // more than a GPU has at once; each leaves a piece of the loss
+constexpr int64_t kSumPiece = 4096;                   // values that a block adds up, at least
 constexpr int64_t kMostPieces = 1024;
 
 struct DistillationArguments {
@@ -34,11 +34,11 @@ struct DistillationArguments {
   const void* student;
   const void* target;       // int64 [rows], or A [rows, classes] for the multi-label form; or null
   const void* row_weights;  // A [rows] or null
-  void* losses;             // A [rows]
+  void* losses;             // A [rows], or null with a reduction
   void* gradient;           // [rows, classes] or null
   void* normalizer;         // A
   void* loss;               // A, or null without a reduction
-  double* pieces;           // [sum_pieces(...)] or null: partial sums of weights, then of losses
+  double* pieces;           // [workspace_doubles(...)]: pieces of the sum of weights, then of that of losses
   struct {
     const void* logits;
     double weight;
@@ -149,11 +149,11 @@ __device__ inline accumulate_t<T> mean_probability(const DistillationArguments& 
   return mean;
 }
 
-// `shared` has a number for each class where kCached; else, with averages of probabilities, a TeacherSoftmax for each
-// teacher.
+// The loss of a row, which the first thread of the row has, and its gradient. `shared` has a number for each class
+// where kCached; else, with averages of probabilities, a TeacherSoftmax for each teacher.
 template <typename T, int kThreads, bool kCached>
-__device__ inline void softmax_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* shared,
-                                   accumulate_t<T>* scratch) {
+__device__ inline accumulate_t<T> softmax_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* shared,
+                                              accumulate_t<T>* scratch) {
   using A = accumulate_t<T>;
   A* const cache = shared;
   TeacherSoftmax<A>* const softmax = reinterpret_cast<TeacherSoftmax<A>*>(shared);
@@ -163,9 +163,8 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
   const RowState<A> state = row_state<A>(args, row);
   T* gradient = args.gradient == nullptr ? nullptr : static_cast<T*>(args.gradient) + row * classes;
   if (!state.kept) {
-    if (thread == 0) static_cast<A*>(args.losses)[row] = A(0);
     for (int64_t k = thread; gradient != nullptr && k < classes; k += kThreads) from_accumulate(A(0), gradient + k);
-    return;
+    return A(0);
   }
   const T* student = static_cast<const T*>(args.student) + row * classes;
   const A scale = static_cast<A>(1.0 / o.temperature);
@@ -284,8 +283,8 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
     if (smoothing != A(0)) value += smoothing * (log_sum - all / static_cast<A>(classes));
     loss += static_cast<A>(o.hard_scale) * value;
   }
-  if (thread == 0) static_cast<A*>(args.losses)[row] = loss * state.weight;
-  if (gradient == nullptr) return;
+  loss *= state.weight;
+  if (gradient == nullptr) return loss;
 
   const A common = state.weight * gradient_scale<T>(args);
   const A soft_gradient = static_cast<A>(o.soft_scale / o.temperature) * common;
@@ -315,10 +314,12 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
     }
     from_accumulate(g, gradient + k);
   }
+  return loss;
 }
 
 template <typename T, int kThreads>
-__device__ inline void multilabel_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* scratch) {
+__device__ inline accumulate_t<T> multilabel_row(const DistillationArguments& args, int64_t row,
+                                                 accumulate_t<T>* scratch) {
   using A = accumulate_t<T>;
   const DistillationOptions& o = args.options;
   const int64_t classes = args.classes;
@@ -374,7 +375,7 @@ __device__ inline void multilabel_row(const DistillationArguments& args, int64_t
     if (args.gradient != nullptr) from_accumulate(g, static_cast<T*>(args.gradient) + i);
   }
   loss = combined<kThreads>(loss, scratch, Sum());
-  if (thread == 0) static_cast<A*>(args.losses)[row] = state.kept ? loss * state.weight : A(0);
+  return state.kept ? loss * state.weight : A(0);
 }
 
 // How a row's target probabilities are come by; the multi-label form needs none of it.
@@ -389,13 +390,23 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kRowsPerBlock : kT
   __shared__ A scratch[kThreads / kWarp];
   const int64_t at_once = kThreads == kWarp ? kRowsPerBlock : 1;
   const int64_t slot = threadIdx.x / kThreads;
+  double sum = 0;
   for (int64_t row = blockIdx.x * at_once + slot; row < args.rows; row += gridDim.x * at_once) {
+    A loss;
     if constexpr (kForm == Form::kMultilabel) {
-      multilabel_row<T, kThreads>(args, row, scratch);
+      loss = multilabel_row<T, kThreads>(args, row, scratch);
     } else {
-      softmax_row<T, kThreads, kForm == Form::kCached>(args, row, shared + slot * args.classes, scratch);
+      loss = softmax_row<T, kThreads, kForm == Form::kCached>(args, row, shared + slot * args.classes, scratch);
     }
+    sum += static_cast<double>(loss);
+    if (args.losses != nullptr && threadIdx.x % kThreads == 0) static_cast<A*>(args.losses)[row] = loss;
   }
+  __shared__ double sums[kThreads == kWarp ? kRowsPerBlock : 1];
+  if (threadIdx.x % kThreads == 0) sums[slot] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0 || args.loss == nullptr) return;
+  for (int64_t i = 1; i < at_once; ++i) sum += sums[i];
+  args.pieces[blockIdx.x] = sum;
 }
 
 // The sum of a block's values, in double and in a fixed order; thread 0 has it.
@@ -440,38 +451,19 @@ __global__ void __launch_bounds__(kReduceThreads) count_kernel(const __grid_cons
   }
 }
 
-template <typename A>
-__device__ inline void finish_loss(const DistillationArguments& args, double sum) {
-  A* normalizer = static_cast<A*>(args.normalizer);
-  if (!args.count_divisor) *normalizer = static_cast<A>(args.divisor);
-  const double divisor = args.count_divisor ? static_cast<double>(*normalizer) : args.divisor;
-  if (args.loss != nullptr) *static_cast<A*>(args.loss) = static_cast<A>(sum / divisor);
-}
-
-// loss = sum of the rows' losses / normalizer; or, of many, pieces of the sum
-template <typename A>
-__global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ DistillationArguments args) {
-  const int64_t count = args.loss == nullptr ? 0 : args.rows;
-  const A* losses = static_cast<const A*>(args.losses);
-  const double sum = share_sum(count, [&](int64_t i) { return static_cast<double>(losses[i]); });
-  if (threadIdx.x != 0) return;
-  if (gridDim.x > 1) {
-    args.pieces[blockIdx.x] = sum;
-  } else {
-    finish_loss<A>(args, sum);
-  }
-}
-
-// The pieces that one of the two left: the normalizer where kCounts, else the loss.
+// What the pieces that were left come to: the normalizer where kCounts, else the loss, divided by the normalizer.
 template <typename A, bool kCounts>
 __global__ void __launch_bounds__(kReduceThreads)
     pieces_kernel(const __grid_constant__ DistillationArguments args, int64_t count) {
   const double sum = share_sum(count, [&](int64_t i) { return args.pieces[i]; });
   if (threadIdx.x != 0) return;
+  A* normalizer = static_cast<A*>(args.normalizer);
   if constexpr (kCounts) {
-    *static_cast<A*>(args.normalizer) = static_cast<A>(sum);
+    *normalizer = static_cast<A>(sum);
   } else {
-    finish_loss<A>(args, sum);
+    if (!args.count_divisor) *normalizer = static_cast<A>(args.divisor);
+    const double divisor = args.count_divisor ? static_cast<double>(*normalizer) : args.divisor;
+    if (args.loss != nullptr) *static_cast<A*>(args.loss) = static_cast<A>(sum / divisor);
   }
 }
 
@@ -502,12 +494,12 @@ inline int64_t sum_pieces(int64_t values) {
 }
 
 // Doubles that `pieces` must have.
-inline int64_t workspace_doubles(int64_t rows, int64_t classes, bool multilabel) {
-  const int64_t pieces = sum_pieces(multilabel ? rows * classes : rows);
-  return pieces > 1 ? pieces : 0;
+inline int64_t workspace_doubles(DType dtype, int64_t rows, int64_t classes, bool multilabel) {
+  const int64_t counted = sum_pieces(multilabel ? rows * classes : rows), losses = row_blocks(dtype, rows, classes);
+  return counted > losses ? counted : losses;
 }
 
-// Three launches, and one more for each sum of many values: launch(kernel, grid, block, dynamic shared bytes, args...).
+// At most three launches, and one more for a count of many: launch(kernel, grid, block, dynamic shared bytes, args...).
 template <typename T, typename Launch>
 void launch_distillation(DType dtype, const DistillationArguments& args, Launch launch) {
   using A = accumulate_t<T>;
@@ -529,9 +521,8 @@ void launch_distillation(DType dtype, const DistillationArguments& args, Launch 
     launch(kernel, row_blocks(dtype, args.rows, args.classes), warps ? kWarp * kRowsPerBlock : kLongRowThreads,
            shared_bytes(dtype, args), args);
   }
-  const int64_t pieces = args.loss == nullptr ? 1 : sum_pieces(args.rows);
-  launch(reduce_kernel<A>, pieces, kReduceThreads, none, args);
-  if (pieces > 1) launch(pieces_kernel<A, false>, int64_t{1}, kReduceThreads, none, args, pieces);
+  const int64_t pieces = args.loss == nullptr ? 0 : row_blocks(dtype, args.rows, args.classes);
+  launch(pieces_kernel<A, false>, int64_t{1}, kReduceThreads, none, args, pieces);
 }
 
 }  // namespace pfl::cuda
