@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Inputs
-from pfl_ext.nn import FrozenBatchNorm2d
+from pfl_ext.nn import FrozenBatchNorm2d, row_of_layers
 from pfl_ext.ops import layer_groups
 from pfl_ext.tasks import outputs
 
@@ -109,6 +109,7 @@ class WorkingModel:
         parameters: how many of them, the first ones, are parameters; buffers follow.
         local, server, stays: which of them are such buffers; ``stays`` is both together.
         names, shapes: of the tensors that a state consists of.
+        row: the network as a row of layers that are all trained, None if it is another one.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class WorkingModel:
         self.local, self.server = (self._buffers_of(types) for types in (local_buffers, server_buffers))
         self.stays = self.local | self.server
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self.row = row_of_layers(module) if self.device.type == "cpu" and len(self.names) == len(everything) else None
         self._vector, views = self._side_by_side()
         for tensor, view in zip(self._tensors(), views, strict=True):
             tensor.data = view

@@ -87,6 +87,11 @@ class Compute(Options):
     """What it is computed with."""
 
     threads: int = option(1, "threads of each process; unlike workers this may change the last bits")
+    fused_steps: bool = option(
+        True,
+        "take the steps of small networks in one native call where it can be done: the same sums as autograd's, in "
+        "another order",
+    )
     device: str = option("cpu", "where data, models and clients' vectors are, such as cuda; workers need cpu")
     store: str = option("memory", "where clients' vectors are kept", choices=("memory", "mapped"), identity=False)
     checkpoint_every: int = option(

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from ._arguments import check_lists, check_memory, describe, without_gradients
 from ._declare import declare
-from ._layers import NO_KERNEL
+from ._layers import NO_KERNEL, has_kernel
 from .proximal import _step_reference
 
-__all__ = ["LAYERS", "train_step_"]
+__all__ = ["LAYERS", "is_native", "train_step_"]
 
 LAYERS = ("conv_pool_relu", "linear_relu", "linear")
 """What a network may be made of: convolutions first, and one ``linear`` at the end."""
@@ -119,6 +119,11 @@ _train_step = declare(
 )
 
 
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type on a CPU are stepped by kernels of ours."""
+    return dtype in (torch.float32, torch.float64) and has_kernel("train_step_")
+
+
 def train_step_(
     params: list[Tensor],
     x: Tensor,
@@ -166,8 +171,8 @@ def train_step_(
     for what, given in (("x", x), ("targets", targets)):
         if not isinstance(given, Tensor):
             raise TypeError(f"{what} is {describe(given)}; a tensor is accepted")
-    for what, given in (("params", params), ("anchors", anchors or []), ("momentum_buffers", momentum_buffers or [])):
-        if not isinstance(given, list) or not all(isinstance(some, Tensor) for some in given):
+    for what, some in (("params", params), ("anchors", anchors or []), ("momentum_buffers", momentum_buffers or [])):
+        if not isinstance(some, list) or not all(isinstance(x, Tensor) for x in some):
             raise TypeError(f"{what} is not a list of tensors")
     unknown = [layer for layer in layers if layer not in LAYERS]
     if unknown:
