@@ -141,10 +141,10 @@ def test_metrics_of_few_samples_are_those_of_many(seed, monkeypatch):
     monkeypatch.setattr("pfl_ext.metrics._FEW", 0)
     many = classification_metrics(logits, targets)
     for name in ("accuracy", "auc"):
-        assert few[name] == many[name] or math.isnan(few[name]) and math.isnan(many[name])
+        assert few[name] == many[name] or (math.isnan(few[name]) and math.isnan(many[name]))
     assert few["loss"] == pytest.approx(many["loss"], rel=1e-13, nan_ok=True)
 
 
 def test_a_class_out_of_range_is_refused_among_few_samples():
-    with pytest.raises(ValueError, match="class numbers from 0 to 2, .* got 0 to 3"):
+    with pytest.raises(ValueError, match=r"class numbers from 0 to 2, .* got 0 to 3"):
         classification_metrics(torch.zeros(2, 3), torch.tensor([0, 3]))
