@@ -271,12 +271,14 @@ def current_outputs(
     """
     predict = model if predict is None else predict
     training = model.module.training
-    model.module.eval()
+    if training:
+        model.module.eval()
     parts, targets = [], []
     for part in indices.split(_EVALUATION_BATCH):
         x, y = dataset.batch(part)
         found, y = reduce(predict(x), y)
         parts.append(found)
         targets.append(y)
-    model.module.train(training)
+    if training:
+        model.module.train()
     return torch.cat(parts), torch.cat(targets)

@@ -143,6 +143,7 @@ class WorkingModel:
         self.stays = self.local | self.server
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self.row = row_of_layers(module) if self.device.type == "cpu" and len(self.names) == len(everything) else None
+        self._loaded: tuple[Tensor, list[int]] | None = None
         self._vector, views = self._side_by_side()
         for tensor, view in zip(self._tensors(), views, strict=True):
             tensor.data = view
@@ -303,6 +304,15 @@ class WorkingModel:
         self._vector.copy_(state)
         self._copy_into(apart, tuple(pieces[i] for i in apart))
         torch.autograd.graph.increment_version(self.trained)
+        self._loaded = state, self._versions(state)
+
+    def _versions(self, state: Tensor) -> list[int]:
+        """What changes when a state or a tensor of the model is written to."""
+        return [state._version, *(tensor._version for tensor in self._tensors())]
+
+    def loaded(self, state: Tensor) -> bool:
+        """Whether this state was loaded last, and nothing was written since: for whoever evaluates many clients."""
+        return self._loaded is not None and self._loaded[0] is state and self._loaded[1] == self._versions(state)
 
     @torch.no_grad()
     def state(self) -> Tensor:
@@ -327,6 +337,7 @@ class WorkingModel:
         for i, tensor in enumerate(self._tensors()):
             tensor.data, other.tensors[i] = other.tensors[i], tensor.data
         self._vector, other.vector = other.vector, self._vector
+        self._loaded = None
 
     def tensors(self, state: Tensor) -> list[Tensor]:
         """The parts of ``state`` that belong to the trained parameters, laid out in memory as these are."""
