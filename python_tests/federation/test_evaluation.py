@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.algorithms import Ditto, FedAvg
+from pfl_ext.algorithms import Ditto, FedAvg, Standalone
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Method, Settings, WorkingModel
 
@@ -80,3 +80,48 @@ def test_without_local_tests_the_global_model_is_tested_on_the_global_test_set(
     found = _run(FedAvg(batch_size=4), network, dataset, apart, evaluate_every=evaluate_every)[-1]["models"]
     assert set(found["global"]) == {"global_test"}
     assert 0 <= found["global"]["global_test"]["accuracy"] <= 1
+
+
+def _with_global_test(partition: Partition) -> Partition:
+    none = (torch.empty(0, dtype=torch.int64),) * partition.clients
+    return dataclasses.replace(partition, validation=none, global_test=torch.cat(partition.validation).sort().values)
+
+
+def test_the_global_model_is_tested_alone_where_that_is_asked_for(
+    network: nn.Module, dataset: Dataset, partition: Partition
+) -> None:
+    apart = _with_global_test(partition)
+    every = Federation(FedAvg(batch_size=4), copy.deepcopy(network), dataset, apart, Settings(rounds=2))
+    alone = Federation(
+        FedAvg(batch_size=4), copy.deepcopy(network), dataset, apart, Settings(rounds=2, evaluate="global")
+    )
+    for full, short in zip(every.run(), alone.run(), strict=True):
+        assert set(short["models"]) == {"global"}
+        assert short["models"]["global"] == {"global_test": full["models"]["global"]["global_test"]}
+    assert every.identity == alone.identity
+    assert [(r.client, r.metrics) for r in alone.client_results] == [(k, {}) for k in range(partition.clients)]
+    assert "loss" in alone.client_results[0].report
+
+
+def test_clients_are_evaluated_every_so_many_rounds_and_in_the_last(
+    network: nn.Module, dataset: Dataset, partition: Partition
+) -> None:
+    settings = Settings(rounds=5, evaluate_clients_every=2)
+    records = Federation(
+        FedAvg(batch_size=4), copy.deepcopy(network), dataset, _with_global_test(partition), settings
+    ).run()
+    assert ["test" in record["models"]["global"] for record in records] == [False, True, False, True, True]
+    assert all("global_test" in record["models"]["global"] for record in records)
+
+
+def test_a_run_of_which_nothing_would_be_evaluated_is_refused(
+    network: nn.Module, dataset: Dataset, partition: Partition
+) -> None:
+    without = dataclasses.replace(partition, global_test=torch.empty(0, dtype=torch.int64))
+    for options in ({"evaluate": "global"}, {"evaluate_clients_every": 3}):
+        with pytest.raises(ValueError, match="needs a global test set"):
+            Federation(FedAvg(), copy.deepcopy(network), dataset, without, Settings(**options))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a method that has a global model"):
+        Federation(Standalone(), network, dataset, _with_global_test(partition), Settings(evaluate="global"))
+    with pytest.raises(ValueError, match="evaluate is 'some'"):
+        Settings(evaluate="some")
