@@ -113,6 +113,9 @@ class ClientRuntime:
                 self.store.write(request.client, name, opened(vector))
             return Reply(request.client)
         client, received = self.begin(request)
+        # Once for all evaluations in a row: walking over the modules takes as long as a small forward pass.
+        if self.model.module.training == (request.stage == "evaluate"):
+            self.model.module.train(request.stage != "evaluate")
         try:
             reply = self._stages[request.stage](request, client, received)
         except Diverged as error:
@@ -243,7 +246,8 @@ class ClientRuntime:
     def _predictor(self, model: Tensor | Predictor) -> Callable[[Inputs], Tensor]:
         """What makes outputs of inputs: the working model with this state, or what the method has in its place."""
         if isinstance(model, Tensor):
-            self.model.load(model)
+            if not self.model.loaded(model):  # most clients are evaluated with the same global model
+                self.model.load(model)
             return self.model
         return functools.partial(model, self.model)
 

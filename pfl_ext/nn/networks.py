@@ -53,7 +53,8 @@ def _after_two_stages(side: int, network: str) -> int:
 
 def mlp(input_shape: Sequence[int], classes: int, hidden: int = 100) -> nn.Sequential:
     """One hidden layer with ReLU, for inputs of any shape."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    linear = (nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    return FusedSequential(nn.Flatten(), *linear)
 
 
 def _two_stages(shape: Sequence[int], network: str, first: int, second: int) -> tuple[list[nn.Module], int]:
