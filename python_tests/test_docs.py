@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from pfl_ext.cli import main
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import InProcess
 from pfl_ext.federation import PROTOCOLS, Client, Engine, Federation, Method, Settings, Stage, stream
+from pfl_ext.reports import read_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGED = dict(METHODS)  # before a test makes others known
@@ -181,7 +181,7 @@ def test_the_example_option_is_everywhere_that_the_page_says(
 
     quiet = ["--quiet", "--no-plots", "--local-steps", "2", "--trust-code"]
     assert main(["run", "--config", "careful.toml", "--output", "one", *quiet]) == 0
-    assert json.loads(Path("one/config.json").read_text())["method"]["share"] == 0.5
+    assert read_config(Path("one"))["method"]["share"] == 0.5
     resumed = ["run", "--config", "careful.toml", "--output", "one", "--rounds", "2", "--resume", *quiet]
     assert main([*resumed, "--share", "1"]) != 0
     assert "method.share" in capsys.readouterr().err

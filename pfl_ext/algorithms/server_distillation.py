@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_ext.data import AUGMENTATIONS
+from pfl_ext.data.placement import placed
 from pfl_ext.federation import Method, Server, Uploads, WorkingModel, option, outputs_of
 from pfl_ext.federation.requirements import check_augmentation
 from pfl_ext.ops import ensemble_distillation_loss, ensemble_logits
@@ -155,7 +156,10 @@ def _train(
     total = torch.zeros((), device=model.device)
     for step, rows in enumerate(batches):
         inputs = augment(data.batch(rows)[0], random)
-        target = mean[place[rows]] if mean is not None else _mean_of_batch(ensemble, method, teachers, inputs)
+        if mean is None:
+            target = _mean_of_batch(ensemble, method, teachers, inputs)
+        else:
+            target = mean.index_select(0, placed(place[rows], mean.device))
         if method.kd_schedule == "cosine":
             for group in optimizer.param_groups:
                 group["lr"] = method.kd_lr * 0.5 * (1 + math.cos(math.pi * step / len(batches)))

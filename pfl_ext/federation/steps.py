@@ -232,9 +232,11 @@ class Steps:
             )  # fmt: skip
             self.step(gradients)
             losses.append(objective)
-        # One sum of all steps, whatever they trained.
-        client[PRIVATE_STEPS] = client[PRIVATE_STEPS] + len(losses)
-        client.report["epsilon"] = epsilon(rate, privacy.dp_noise, int(client[PRIVATE_STEPS]), privacy.dp_delta)
+        # One sum of all steps, whatever they trained; and one of those before the upload.
+        taken = torch.tensor([len(losses), len(losses) * (client.stage == "train")])
+        client[PRIVATE_STEPS] = client[PRIVATE_STEPS] + taken
+        for name, steps in zip(("epsilon", "epsilon_sent"), client[PRIVATE_STEPS].tolist(), strict=True):
+            client.report[name] = epsilon(rate, privacy.dp_noise, int(steps), privacy.dp_delta)
         return losses
 
 
@@ -242,7 +244,7 @@ def mean_loss(losses: Iterable[Tensor]) -> float:
     """The mean of the losses of a turn's steps, NaN without any. Read once, at the end: a step waits for nothing."""
     total, steps = torch.zeros(()), 0
     for loss in losses:
-        total = total.to(loss.device) if steps == 0 else total
+        total = torch.zeros((), device=loss.device) if steps == 0 else total
         total += loss
         steps += 1
     return float(total) / steps if steps else math.nan

@@ -230,6 +230,9 @@ def test_both_adapters_of_every_client_are_accounted_for_together(dataset: Datas
         # 1 pass of the local and 2 of the personal adapter in each of 3 rounds; distillation sees no client's data.
         steps = 3 * 3 * batches
         assert run.client_results[k].report["epsilon"] == pytest.approx(epsilon(1 / batches, 1.2, steps, 1e-5)), samples
+        # The personal adapter is never sent: against the server the local one's 3 passes are what counts.
+        sent = run.client_results[k].report["epsilon_sent"]
+        assert sent == pytest.approx(epsilon(1 / batches, 1.2, 3 * batches, 1e-5)), samples
 
 
 def test_a_private_run_is_resumed_to_the_bit_with_its_account(
