@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dataset import Dataset, class_names
+from .dataset import Dataset
+from .targets import class_names
 
 __all__ = ["read_leaf"]
 

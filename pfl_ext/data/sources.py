@@ -69,9 +69,9 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
         return READERS[kind](_place(argument, root))
     kind, path, size = _parsed(name)
     if kind == "folder" and path:
-        return read_folder(_place(path, root), size)
+        return read_folder(_place(path, root), size, _cache(root))
     if kind == "chexpert":
-        return read_chexpert(_place(path, root) if path else _chexpert_folder(_root(root)), size)
+        return read_chexpert(_place(path, root) if path else _chexpert_folder(_root(root)), size, _cache(root))
     if kind == "text" and path:
         return read_text(_place(path, root), size)
     if kind == "speeches" and not path:
@@ -123,6 +123,12 @@ def _test_folder(kind: str, given: str | None, root: Path | str | None, folders:
 
 def _root(root: Path | str | None) -> Path:
     return Path(root if root is not None else os.environ.get("PFL_EXT_DATA", "data")).expanduser()
+
+
+def _cache(root: Path | str | None) -> Path:
+    """Where images are kept that do not fit into memory."""
+    given = os.environ.get("PFL_EXT_CACHE")
+    return Path(given).expanduser() if given else _root(root) / "pfl_ext-cache"
 
 
 def _place(path: str, root: Path | str | None) -> Path:
