@@ -38,11 +38,11 @@ test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS :
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) safetensors opacus scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
+DEV_TOOLS := $(TEST_TOOLS) safetensors opacus peft scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
 
 PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
+PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
 .PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check gpu-report bench readme clean FORCE
 .DEFAULT_GOAL := help

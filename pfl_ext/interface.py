@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import os
 import sys
@@ -20,7 +21,7 @@ from .engines import leave_if_imported_by_a_worker
 from .experiment import Experiment
 from .federation import Method
 from .named import PYTHON, TABLES, as_dataset, in_file, make_known, register
-from .options import Options, nearest
+from .options import Options, nearest, plain_value
 from .reports import Look
 from .running import Compared, Output, Run, compare_all, data_name, run_name, run_one
 from .sections import (
@@ -181,9 +182,20 @@ def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
         return given, {}
     if isinstance(given, Options):
         fields = dataclasses.fields(given)
-        own = {f.name: value for f in fields if (value := getattr(given, f.name)) != f.default}
+        own = {f.name: _plain(value) for f in fields if (value := getattr(given, f.name)) != f.default}
         return _registered(section, type(given)), own
     return _registered(section, given), {}
+
+
+def _plain(value: Any) -> Any:
+    """An option's value as a configuration has it: a user's optimiser by its name."""
+    if isinstance(value, functools.partial):
+        name = f"{PYTHON}{plain_value(value)}"
+        register("optimizer", name, value)
+        return name
+    if isinstance(value, str) and in_file(value):
+        make_known("optimizer", value)
+    return _registered("optimizer", value) if callable(value) else value
 
 
 def _registered(section: str, given: Any) -> str:
@@ -255,7 +267,7 @@ class _Given:
             if name not in places:
                 _refuse(name, places, {**chosen, **({} if common else {"method": methods[0]})})
             section, key = places[name]
-            found.setdefault(section, {})[key] = value
+            found.setdefault(section, {})[key] = _plain(value) if key == "optimizer" else value
         return found
 
     def into(self, experiment: Experiment) -> Experiment:

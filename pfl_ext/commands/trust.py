@@ -1,7 +1,7 @@
 """Whose code a command may run: that of files which the command line names itself, or all with ``--trust-code``.
 
-One rule for methods, networks, tasks and data, ``path/to/file.py:Name`` each: importing a file runs it, so that a
-configuration file, or the folder of a run, may name one only where the user says that it may.
+One rule for methods, networks, tasks, data and optimisers, ``path/to/file.py:Name`` each: importing a file runs it, so
+that a configuration file, or the folder of a run, may name one only where the user says that it may.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def load_named(sections: Mapping[str, Mapping[str, Any]], *, trusted: bool) -> N
     for section in ("data", "task", "network"):
         for name in _names(section, sections.get(section, {})):
             load_code(section, name, trusted=trusted)
+    methods = sections.get("method", {})
+    for table in (methods, *(own for own in methods.values() if isinstance(own, Mapping))):
+        load_code("optimizer", str(table.get("optimizer", "")), trusted=trusted)
 
 
 def _names(section: str, table: Mapping[str, Any]) -> Iterator[str]:

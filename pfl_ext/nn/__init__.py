@@ -7,10 +7,12 @@ from .libraries import library_network
 from .networks import NETWORKS, build, cnn, lenet, mlp
 from .pretrained import load_pretrained, read_weights
 from .resnet import ResNet, WideResNet, resnet18, resnet34, resnet50, wide_resnet
+from .text import CharTransformer, char_transformer
 from .vit import VisionTransformer, vit
 
 __all__ = [
     "NETWORKS",
+    "CharTransformer",
     "FrozenBatchNorm2d",
     "FusedSequential",
     "HyperNetwork",
@@ -21,6 +23,7 @@ __all__ = [
     "adapter_parameters",
     "add_adapters",
     "build",
+    "char_transformer",
     "cnn",
     "freeze_backbone",
     "head_of",
