@@ -228,11 +228,12 @@ class Experiment:
 
     def resolved(self, dataset: Dataset) -> Experiment:
         """The same experiment with what ``auto`` stands for."""
-        return dataclasses.replace(
-            self,
-            task=self.make_task(dataset).name if self.task == "auto" else self.task,
-            network=self._network(dataset),
-        )
+        task = self.make_task(dataset).name if self.task == "auto" else self.task
+        cut = {name: option.default for name, option in partition_options(self.partition).items() if name == "test"}
+        cut |= self.partition_options
+        if cut.get("test") == "auto":
+            cut["test"] = "proportional" if bool(dataset.is_test.any()) else "split"
+        return dataclasses.replace(self, task=task, network=self._network(dataset), partition_options=cut)
 
     def make(self, dataset: Dataset, partition: Partition, **more: Any) -> Federation:
         """The federation, ready to run."""

@@ -121,7 +121,8 @@ def _module(file: Path) -> ModuleType:
 
 
 def _kind(found: Any) -> str:
-    return f"the {type(found).__name__} {getattr(found, '__name__', repr(found)[:40])}"
+    name = getattr(found, "__name__", None)
+    return f"the {type(found).__name__} {name}" if isinstance(name, str) else f"of the type {type(found).__name__}"
 
 
 # ---- networks and data of a user -------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def _network(name: str, make: Callable[..., Any]) -> Callable[..., nn.Module]:
         given = {"input_shape": tuple(input_shape), "classes": classes}
         made = make(**{key: value for key, value in given.items() if key in parameters}, **options)
         if not isinstance(made, nn.Module):
-            raise ValueError(f"the network {name} gave {_kind(made)}; accepted is a torch.nn.Module")
+            raise ValueError(f"what the network {name} makes is {_kind(made)}; accepted is a torch.nn.Module")
         return made
 
     build.__name__, build.__doc__ = name, inspect.getdoc(make)
