@@ -66,7 +66,7 @@ def test_a_refused_resume_lists_the_options_one_by_one(capsys: pytest.CaptureFix
     arguments = ["run", "ditto", *QUICK, "--rounds", "1", "--output", "one"]
     assert main(arguments) == 0
     before = _records("one")
-    other = ["--lam", "0.25", "--batch-size", "20", "--clients", "4", "--task-label-smoothing", "0.1", "--rounds", "9"]
+    other = ["--lam", "0.25", "--batch-size", "20", "--clients", "4", "--momentum", "0.5", "--rounds", "9"]
     assert main([*arguments, *other, "--resume"]) == 1
     first, *lines, last = capsys.readouterr().err.splitlines()
     assert first == "pfl-ext run: the run in one has other options:"
@@ -74,7 +74,7 @@ def test_a_refused_resume_lists_the_options_one_by_one(capsys: pytest.CaptureFix
         "  --batch-size: 10 there, 20 here",
         "  --clients: 3 there, 4 here",
         "  --lam: 1.0 there, 0.25 here",
-        "  --task-label-smoothing: 0.0 there, 0.1 here",
+        "  --momentum: 0.0 there, 0.5 here",
     ]
     assert last.startswith("Give the values of that run (pfl-ext resume FOLDER does)")
     assert _records("one") == before
