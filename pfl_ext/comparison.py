@@ -18,6 +18,7 @@ A configuration file of a comparison has, beside the tables of an experiment::
     [sweep]                     # every combination of these is a comparison
     "partition.alpha" = [1.0, 0.1]
     "method.rho" = [0.05, 0.1]  # for each method that has the option; "method.plgu-lf.rho" is for one
+    "federation.dp_noise, federation.dp_clip" = [[0.0, 0.0], [0.8, 1.0]]  # options that change together
 """
 
 from __future__ import annotations
@@ -195,14 +196,15 @@ def points(comparison: Comparison, sweep: Mapping[str, Sequence[Any]]) -> list[P
     """Every combination of the swept options' values, the last one changing fastest.
 
     Raises:
-        ValueError: an option that is not ``section.option`` or ``section.NAME.option``, or that no method has.
+        ValueError: an option that is not ``section.option`` or ``section.NAME.option``, or that no method has, or
+            options that are named together without a value for each.
     """
     for name, given in sweep.items():
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
             raise ValueError(f"sweep over {name} is {given!r}; a list of values is accepted")
     found = []
     for combination in itertools.product(*sweep.values()):
-        values = dict(zip(sweep, combination, strict=True))
+        values = _apart(dict(zip(sweep, combination, strict=True)))
         sections = {
             section: {name: dict(own) if isinstance(own, Mapping) else own for name, own in table.items()}
             for section, table in comparison.sections.items()
@@ -213,6 +215,20 @@ def points(comparison: Comparison, sweep: Mapping[str, Sequence[Any]]) -> list[P
                 applies[label].add(name)
         at = Comparison(sections, comparison.labels, comparison.seeds)
         found.append(Point(values, at, {label: frozenset(names) for label, names in applies.items()}))
+    return found
+
+
+def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are named together, with commas between, each with its own value."""
+    found: dict[str, Any] = {}
+    for names, value in values.items():
+        each = [name.strip() for name in names.split(",")]
+        given = [value] if len(each) == 1 else value
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(each):
+            raise ValueError(
+                f"sweep over {names!r} has {value!r}; a list of {len(each)} values is accepted, one for each"
+            )
+        found |= dict(zip(each, given, strict=True))
     return found
 
 

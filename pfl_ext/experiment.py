@@ -260,20 +260,24 @@ def of_folder(folder: Path) -> Experiment:
     return Experiment.from_sections({section: content[section] for section in SECTIONS})
 
 
-def restored(folder: Path, experiment: Experiment, checkpoint: Path | None = None) -> Federation:
-    """A run's federation in this process, as its newest checkpoint has it, or that one. The folder stays as it is.
+def restored(
+    folder: Path, experiment: Experiment, checkpoint: Path | None = None, device: str | None = None
+) -> Federation:
+    """A run's federation in this process, as its newest checkpoint has it, or that one, on a device of its own
+    or the run's. The folder stays as it is.
 
     Raises:
         FileNotFoundError: it has no checkpoint.
     """
+    of_run = experiment.settings.device
     here = dataclasses.replace(
         experiment,
-        settings=dataclasses.replace(experiment.settings, store="memory"),
+        settings=dataclasses.replace(experiment.settings, store="memory", device=device or of_run),
         engine=EngineOptions(engine="process"),
         partition_file=folder / "partition.safetensors",
     )
     federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed
-    federation.read(folder, checkpoint)
+    federation.read(folder, checkpoint, of_run)
     return federation
 
 

@@ -270,15 +270,16 @@ class SavedModels:
         folder: the results of the run.
         experiment: that of its ``config.toml``.
         client: whose models and data.
+        device: where they are computed with; by default that of the run.
 
     Raises:
-        ValueError: the run has no such client.
+        ValueError: the run has no such client, or the device cannot be used.
         FileNotFoundError: it has no checkpoint.
     """
 
-    def __init__(self, folder: Path, experiment: Experiment, client: int) -> None:
+    def __init__(self, folder: Path, experiment: Experiment, client: int, device: str | None = None) -> None:
         """See the class."""
-        federation = restored(folder, experiment)
+        federation = restored(folder, experiment, device=device)
         self._partition = federation.partition
         if not 0 <= client < self._partition.clients:
             raise ValueError(f"client is {client}; the run has clients 0 to {self._partition.clients - 1}")
@@ -305,4 +306,4 @@ class SavedModels:
         """
         indices: Tensor = self._partition.global_test if split == "global_test" else getattr(self.client, split)
         order = torch.randperm(len(indices), generator=stream(seed, "landscape/samples"))
-        return indices[order[:most]]
+        return indices[order[:most].to(indices.device)]

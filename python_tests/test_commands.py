@@ -302,3 +302,20 @@ def test_an_interrupt_stops_after_the_round_and_saves(tmp_path: Path, processes:
     assert 0 < done < 500
     saved = max(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").iterdir())
     assert saved == done
+
+
+def test_a_landscape_is_the_same_on_every_device(
+    device_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder, printed = tmp_path / "fedavg", []
+    assert main(["run", "fedavg", *QUICK, "--output", str(folder)]) == 0
+    for device in ([], ["--device", device_type]):
+        capsys.readouterr()
+        assert main(["landscape", str(folder), "--points", "3", *device, "--output", str(tmp_path / "l.png")]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert (
+        main(["landscape", str(folder), "--points", "3", "--device", "tpu", "--output", str(tmp_path / "l.png")]) != 0
+    )
+    assert "--device is 'tpu', which cannot be used here" in capsys.readouterr().err

@@ -208,3 +208,13 @@ def test_a_sweep_writes_the_users_of_each_point(tmp_path: Path) -> None:
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
     for point in ("k=2", "k=3"):
         assert "| user 2 " in (tmp_path / "out" / point / "users.md").read_text(encoding="utf-8")
+
+
+def test_options_that_are_named_together_change_together() -> None:
+    given = Comparison({"federation": {"rounds": 1}}, ("fedavg",), (0,))
+    both = {"federation.dp_noise, federation.dp_clip": [[0.0, 0.0], [0.8, 1.0]]}
+    found = [point.comparison.experiments()[0][1].settings for point in points(given, both)]
+    assert [(s.dp_noise, s.dp_clip) for s in found] == [(0.0, 0.0), (0.8, 1.0)]
+    assert [point.folder for point in points(given, both)] == ["dp-noise=0.0_dp-clip=0.0", "dp-noise=0.8_dp-clip=1.0"]
+    with pytest.raises(ValueError, match="a list of 2 values is accepted, one for each"):
+        points(given, {"federation.dp_noise, federation.dp_clip": [0.0]})

@@ -45,6 +45,7 @@ class CFL(Method):
     eps2: float = option(1.6, "epsilon_2: and its clients are not where one's step is longer")
     first_cut: int = option(20, "the first round in which a cluster may be cut")
     smallest: int = option(2, "clusters of no more clients than this stay whole")
+    most: int = option(16, "how many clusters there may be")
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -53,11 +54,13 @@ class CFL(Method):
         self.check("eps2", self.eps2 >= 0, "not negative")
         self.check("first_cut", self.first_cut >= 1, "at least 1")
         self.check("smallest", self.smallest >= 1, "at least 1")
+        self.check("most", self.most >= 1, "at least 1")
 
     def set_up(self, server: Server) -> None:
-        """theta_c, a row for each cluster, and each client's cluster."""
-        server["models"] = server.model.state()[None]
+        """theta_c, a row for each cluster that there may be, each client's cluster, and how many there are."""
+        server["models"] = server.model.state().repeat(min(self.most, server.clients), 1)
         server["cluster"] = torch.zeros(server.clients, dtype=torch.int64)
+        server["clusters"] = torch.ones(1, dtype=torch.int64)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """The model of the client's cluster."""
@@ -71,18 +74,18 @@ class CFL(Method):
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Cut what is at rest; average each cluster."""
-        for cluster in range(len(server["models"])):
+        for cluster in range(int(server["clusters"])):
             members = (server["cluster"][: server.members] == cluster).nonzero().flatten().tolist()
-            there = set(members) <= set(uploads.clients)
+            there = set(members) <= set(uploads.clients) and int(server["clusters"]) < len(server["models"])
             if there and len(members) > self.smallest and server.round >= self.first_cut:
                 self._cut(server, uploads, cluster, members)
         models = server["models"].clone()
-        for cluster in range(len(models)):
+        for cluster in range(int(server["clusters"])):
             weights = self._weights(server, uploads, cluster)
             if any(weights):
                 models[cluster] = kept_buffers(server, models[cluster], uploads.sum("model", weights))
         server["models"] = models
-        server.report["clusters"] = float(len(models))
+        server.report["clusters"] = float(server["clusters"])
 
     def _weights(self, server: Server, uploads: Uploads, cluster: int) -> list[float]:
         """n_k / n_c of the cluster's clients, 0 of all others."""
@@ -101,9 +104,9 @@ class CFL(Method):
             return
         rows = torch.nn.functional.normalize(torch.stack([steps[k] for k in members]).double(), eps=1e-30)
         second = bipartition(rows @ rows.T)
-        clusters = server["cluster"].clone()
-        clusters[torch.tensor(members)[second]] = len(server["models"])
-        server["cluster"], server["models"] = clusters, torch.cat([server["models"], theta[None]])
+        clusters, models, new = server["cluster"].clone(), server["models"].clone(), int(server["clusters"])
+        clusters[torch.tensor(members)[second]], models[new] = new, theta
+        server |= {"cluster": clusters, "models": models, "clusters": server["clusters"] + 1}
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model of the client's cluster."""

@@ -24,7 +24,8 @@ def drawn_states(server: Server, count: int) -> Tensor:
     """
     found = [server.model.state()]
     module: nn.Module = copy.deepcopy(server.model.module)
-    drawing: list[Any] = [m for m in module.modules() if callable(getattr(m, "reset_parameters", None))]
+    trained = (m for m in module.modules() if any(p.requires_grad for p in m.parameters(recurse=False)))
+    drawing: list[Any] = [m for m in trained if callable(getattr(m, "reset_parameters", None))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (), generator=server.stream("components"))))
         for _ in range(count - 1):

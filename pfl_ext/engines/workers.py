@@ -125,7 +125,8 @@ class _Slots:
     def write(self, name: str, tensor: Tensor) -> MappedTensor:
         """Put a tensor into the slot of that name."""
         kind = "-".join(map(str, (*tensor.shape, tensor.dtype)))
-        file = MappedTensor(self._folder / f"{name}-{kind}", tuple(tensor.shape), tensor.dtype)
+        label = name.replace("/", "-")  # a vector may be called model/0
+        file = MappedTensor(self._folder / f"{label}-{kind}", tuple(tensor.shape), tensor.dtype)
         if file.path not in self._open:
             MappedTensor.create(file.path, file.shape, file.dtype)
         self.read(file).copy_(tensor)

@@ -296,9 +296,16 @@ class Federation:
         if self._state.personalized and self.round < self.settings.rounds:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
 
-    def read(self, folder: Path | str, checkpoint: Path | None = None) -> None:
-        """Take over what the newest good checkpoint of a run's folder holds, or that one; nothing there changes."""
-        found = Checkpoints(Path(folder) / "checkpoints", self.identity).newest(checkpoint)
+    def read(self, folder: Path | str, checkpoint: Path | None = None, device: str | None = None) -> None:
+        """Take over what the newest good checkpoint of a run's folder holds, to look at it; nothing there changes.
+
+        Args:
+            folder: the run's.
+            checkpoint: that one of the folder in place of the newest.
+            device: that of the run, where it is not this one's: what is only looked at may be looked at anywhere.
+        """
+        identity = self.identity | {"device": device or self.settings.device}
+        found = Checkpoints(Path(folder) / "checkpoints", identity).newest(checkpoint)
         if found is None:
             raise FileNotFoundError(f"{folder} has no checkpoint")
         self._restore(*found)

@@ -17,6 +17,7 @@ Every one of them takes the options of :func:`build`: weights from a file, adapt
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -171,6 +172,12 @@ def build(
         raise ValueError(
             "without the pretrained statistics those of frozen batch normalisation would stay at 0 and 1: "
             "use frozen_statistics=false with pretrained_statistics=false"
+        )
+    if freeze == "backbone" and pretrained is None:
+        warnings.warn(
+            "the backbone is frozen with random weights, so that results mean little: name weights to begin with "
+            "(pretrained, --network-pretrained FILE)",
+            stacklevel=2,
         )
     scaled = ScaledInput(input_size, input_channels)
     with torch.random.fork_rng(devices=[]):

@@ -184,7 +184,8 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     test``, which is an upper bound and no result. Last, what it cost: the rounds until the global model (else the given
     one) was within 1 % of its best, the bytes up and down of all rounds, the parameters that a client trains
     (``trained_parameters`` in the records' ``training``), under differential privacy the mean epsilon of the clients of
-    the last round, the median time of a round.
+    the last round, the median time of a round; last the clients' budgets of all their steps (``epsilon: mean, std over
+    clients``) and of those for what they send, which is all that others see.
 
     Args:
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
@@ -201,6 +202,8 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     rows: list[Row] = []
     for name, seeds in histories.items():
         results = [_result(history, models, extra, metric, statistic) for history in seeds]
+        for result, folder in zip(results, folders_of(runs[name]), strict=True):
+            result |= _budgets(folder)
         cells = {column: _over_seeds([result[column] for result in results]) for column in results[0]}
         rows.append({"method": name, "seeds": len(seeds) if len(seeds) > 1 else None, **cells})
     shown = [column for column in (rows[0] if rows else ()) if any(row[column] is not None for row in rows)]
@@ -360,6 +363,18 @@ def _result(
     spent = [record.get("training", {}).get("epsilon") for record in history]
     cells["epsilon"] = next((epsilon for epsilon in reversed(spent) if epsilon is not None), None)
     cells["seconds a round"] = float(np.median(seconds)) if seconds else None
+    return cells
+
+
+def _budgets(folder: ResultsFolder) -> dict[str, Any]:
+    """What the clients have spent, over them: with the steps of a model of their own, and without."""
+    rows, cells = folder.clients(), dict[str, Any]()
+    for column in ("epsilon", "epsilon_sent"):
+        spent = np.array([float(row[column]) for row in rows if column in row])
+        words = column.replace("_", " ")
+        with np.errstate(invalid="ignore"):  # infinity has no spread
+            cells[f"{words}: mean over clients"] = float(spent.mean()) if len(spent) else None
+            cells[f"{words}: std over clients"] = float(spent.std()) if len(spent) else None
     return cells
 
 
