@@ -214,17 +214,20 @@ class Experiment:
         """The network with the initial weights of the seed, or that of the Python program."""
         if self.module is not None:
             return self.module
-        options, shape = dict(self.network_options), tuple(dataset.input_shape)
+        options = dict(self.network_options)
         generator = stream(self.settings.seed, "network")
         if _is_run(options.get("pretrained")):
             options["weights"] = saved_weights(Path(options["pretrained"]))
-        return nn.build(self._network(dataset), shape, len(dataset.classes), generator, **options)
+        return nn.build(self._network(dataset), dataset.input_shape, _outputs(dataset), generator, **options)
 
     def _network(self, dataset: Dataset) -> str:
         """The network's name; ``auto`` is lenet for colour images, else mlp."""
+        if self.network != "auto":
+            return self.network
+        if not isinstance(dataset.inputs, Tensor):
+            raise ValueError(f"network is 'auto', and a sample of {dataset.name!r} is several tensors; name a network")
         shape = tuple(dataset.input_shape)
-        colour = len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16
-        return {True: "lenet", False: "mlp"}[colour] if self.network == "auto" else self.network
+        return "lenet" if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16 else "mlp"
 
     def resolved(self, dataset: Dataset) -> Experiment:
         """The same experiment with what ``auto`` stands for."""
@@ -242,6 +245,12 @@ class Experiment:
         more.setdefault("task", self.make_task(dataset))
         more.setdefault("engine", make_engine(self.engine))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
+
+
+def _outputs(dataset: Dataset) -> int:
+    """How many outputs a network has: one for each class, or for each number to predict."""
+    numbers = dataset.targets.shape[1] if dataset.targets.dim() > 1 else 1
+    return len(dataset.classes) or numbers
 
 
 # ---- a run that is in a folder ---------------------------------------------------------------------------------------

@@ -145,8 +145,8 @@ def _network(name: str, make: Callable[..., Any]) -> Callable[..., nn.Module]:
                 "given, all others are options, which have one"
             )
 
-    def build(input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-        given = {"input_shape": tuple(input_shape), "classes": classes}
+    def build(input_shape: Any, classes: int, **options: Any) -> nn.Module:
+        given = {"input_shape": input_shape, "classes": classes}
         made = make(**{key: value for key, value in given.items() if key in parameters}, **options)
         if not isinstance(made, nn.Module):
             raise ValueError(f"what the network {name} makes is {_kind(made)}; accepted is a torch.nn.Module")
