@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -251,3 +253,53 @@ def test_a_partition_of_pfllib_is_read_and_trained(capsys: pytest.CaptureFixture
     rows = ResultsFolder.open("out/ditto-seed0").clients()
     assert [(row["train_samples"], row["test_samples"]) for row in rows] == [(40, 12)] * 3
     assert FedAvg.name in capsys.readouterr().out
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLES.parent / "docs" / "own-work.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(sh|python)\n(.*?)```", text, re.S)
+    Path("net.py").write_text(Path(OWN).read_text(encoding="utf-8"), encoding="utf-8")
+    for module in ("net", "own.net"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(".")
+    names: dict[str, Any] = {"__name__": "page"}
+    for language, block in blocks:
+        if language == "python":
+            block = block.replace("lr=0.1)", 'lr=0.1, quiet=True, overwrite=True, output="FOLDER")')
+            exec(compile(block, "docs/own-work.md", "exec", dont_inherit=True), names)
+            continue
+        for line in block.splitlines():
+            command = shlex.split(line, comments=True)[1:]
+            more = ["--quiet", "--output", "by-name"] if command[0] == "compare" else ["--trust-code"]
+            assert main([*command, *more]) == 0, line
+    assert names["own"].layers[0].weight.shape == (16, 3) and not names["shared"].training
+    assert torch.equal(names["network"].layers[0].weight, names["shared"].layers[0].weight)
+
+
+def test_numbers_to_predict_need_no_network_to_be_named() -> None:
+    run = pfl_ext.run(
+        "ditto", data=(torch.rand(60, 3), torch.rand(60, 2)), partition="iid", clients=2, rounds=1, quiet=True
+    )
+    assert read_config(run.folder)["network"]["name"] == "mlp"
+    assert run.personal_model(1)(torch.rand(5, 3)).shape == (5, 2)
+
+
+def test_a_dictionary_of_tensors_enters_a_network_of_ones_own() -> None:
+    class Sum(torch.nn.Module):
+        def __init__(self, input_shape: dict[str, tuple[int, ...]]) -> None:
+            super().__init__()
+            self.last = torch.nn.Linear(input_shape["a"][0], 1)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": self.last(a + b)}
+
+    x, y = torch.rand(60, 3), torch.rand(60)
+    data = Dataset.from_tensors({"a": x, "b": x}, y)
+    common: dict[str, Any] = {"data": data, "partition": "iid", "clients": 2, "rounds": 1, "quiet": True}
+    run = pfl_ext.run("fedavg", network=Sum, **common)
+    assert run.global_model().last.weight.shape == (1, 3)
+    with pytest.raises(ValueError, match="network is 'auto', and a sample of 'tensors' is several tensors; name a"):
+        pfl_ext.run("fedavg", **common, output="other")
