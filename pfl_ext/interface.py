@@ -182,6 +182,8 @@ def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(given, Options):
         fields = dataclasses.fields(given)
         own = {f.name: value for f in fields if (value := getattr(given, f.name)) != f.default}
+        if callable(own.get("optimizer")):
+            own["optimizer"] = _registered("optimizer", own["optimizer"])
         return _registered(section, type(given)), own
     return _registered(section, given), {}
 
@@ -194,8 +196,10 @@ def _registered(section: str, given: Any) -> str:
     own = str(getattr(given, "__name__", type(given).__name__))
     home = getattr(given, "__module__", "")
     file = getattr(sys.modules.get(home), "__file__", None)
+    package = None if home.partition(".")[0] == home else sys.modules.get(home.partition(".")[0])
+    alone = home != "__main__" and getattr(package, "__file__", None) is None  # it imports nothing beside it by dots
     name = f"{PYTHON}{own}"
-    if file and home != "__main__" and getattr(sys.modules[home], own, None) is given:
+    if file and alone and getattr(sys.modules[home], own, None) is given:
         path = os.path.relpath(file)
         name = f"{file if path.startswith('..') else path}:{own}"
     register(section, name, given)
@@ -255,6 +259,8 @@ class _Given:
             if name not in places:
                 _refuse(name, places, {**chosen, **({} if common else {"method": methods[0]})})
             section, key = places[name]
+            if name == "optimizer":
+                value = _named("optimizer", value)[0]
             found.setdefault(section, {})[key] = value
         return found
 

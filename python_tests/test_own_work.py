@@ -32,6 +32,10 @@ QUICK = ["--partition", "iid", "--clients", "3", "--rounds", "2", "--lr", "0.1",
 NAMED = ["--network", f"{OWN}:Net", "--task", f"{OWN}:Huber", "--data", f"{OWN}:load"]
 
 
+def slow_adam(params: list[torch.Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=lr, weight_decay=weight_decay, betas=(0.99, 0.9999))
+
+
 @pytest.fixture(autouse=True)
 def _forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work in an empty folder; what a test makes known is forgotten after it."""
@@ -93,6 +97,8 @@ def test_the_example_does_the_same_in_six_lines_of_python(capsys: pytest.Capture
         f'[data]\nname = "{OWN}:load"',
         f'[network.fedavg]\nname = "{OWN}:Net"',
         f'[method]\nname = "{OWN}:Patient"',
+        f'[method]\noptimizer = "{OWN}:slow_adam"',
+        f'[method.fedavg]\noptimizer = "{OWN}:slow_adam"',
     ],
 )
 def test_a_file_names_no_code_unless_it_is_trusted(text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,10 +146,16 @@ def test_what_a_name_does_not_stand_for_is_one_line(
 
 
 def test_worker_processes_have_the_same_code() -> None:
-    arguments = ["run", f"{OWN}:Patient", *NAMED, *QUICK, "--no-plots"]
+    arguments = ["run", f"{OWN}:Patient", *NAMED, *QUICK, "--optimizer", f"{OWN}:slow_adam", "--no-plots"]
     for workers in ("1", "2"):
         assert main([*arguments, "--workers", workers, "--output", workers]) == 0
     assert _records(Path("1")) == _records(Path("2"))
+    assert read_config(Path("2"))["method"]["optimizer"] == f"{OWN}:slow_adam"
+    given = {"network": f"{OWN}:Net", "task": f"{OWN}:Huber", "data": f"{OWN}:load", "partition": "iid", "clients": 3}
+    for method, options in (("fedavg", {"optimizer": slow_adam}), (FedAvg(optimizer=slow_adam), {})):
+        run = pfl_ext.run(method, **given, **options, rounds=2, lr=0.1, quiet=True, plots=False, overwrite=True)
+        assert read_config(run.folder)["method"]["optimizer"].endswith(":slow_adam")
+        assert _records(run.folder) == _records(Path("1"))
 
 
 def test_data_of_ones_own_may_be_tensors_arrays_or_torch_datasets() -> None:

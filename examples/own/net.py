@@ -46,6 +46,11 @@ class Huber(Regression):
         return nn.functional.huber_loss(outputs, targets, delta=self.delta)
 
 
+def slow_adam(params: list[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Adam with a long memory: --optimizer own/net.py:slow_adam."""
+    return torch.optim.Adam(params, lr=lr, weight_decay=weight_decay, betas=(0.99, 0.9999))
+
+
 @dataclass(frozen=True)
 class Patient(FedAvg):
     """FedAvg with smaller steps by default."""
