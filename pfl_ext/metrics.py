@@ -16,6 +16,7 @@ __all__ = [
     "LOWER_IS_BETTER",
     "SHARES",
     "classification_metrics",
+    "digits_of",
     "mean_metrics",
     "prediction_distance",
     "scale_of",
@@ -41,6 +42,11 @@ def scale_of(metric: str) -> float:
 def sign_of(metric: str) -> float:
     """What a metric is multiplied by so that higher is better: 1, or -1 where low is good."""
     return -1.0 if metric in LOWER_IS_BETTER else 1.0
+
+
+def digits_of(metric: str) -> int:
+    """Decimals that a metric is shown with: hundredths of a per cent, as fine for any other."""
+    return 2 if metric in SHARES else 4
 
 
 def word_of(metric: str) -> str:
