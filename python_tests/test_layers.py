@@ -24,7 +24,7 @@ LAYERS = (
     ("algorithms",),
     ("reports",),
     ("experiment", "benchmarks"),
-    ("comparison", "configuration", "runs"),
+    ("comparison", "configuration", "runs", "catalogue"),
     ("flower", "flower_app"),
     ("commands",),
     ("cli",),
