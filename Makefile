@@ -203,7 +203,8 @@ cuda-check: build ## no register spills, no stack frames, every op registered by
 SIMULATOR ?=
 GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath $(SIMULATOR))/fakegpu.py \
   --python $(abspath $(BIN))/python
-GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation algorithms/test_devices.py benchmarks/test_gpu_traffic.py)
+GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation algorithms/test_devices.py \
+  algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
 IS_SIMULATED := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
   raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
 

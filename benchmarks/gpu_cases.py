@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def list_cases(shapes: str, dtype: torch.dtype, device: str) -> Iterator[GpuCase
         *(_CLIENTS * one, one),
         {
             "_foreach": lambda: averaging.foreach_add(clients, weights),
-            "torch.compile": lambda f=_compiled(averaging.per_tensor_add): f(clients, weights),
+            "torch.compile": partial(_compiled(averaging.per_tensor_add), clients, weights),
         },
     )
     yield GpuCase(
@@ -110,7 +111,7 @@ def list_cases(shapes: str, dtype: torch.dtype, device: str) -> Iterator[GpuCase
         *(3 * one, one),
         {
             "_foreach": lambda: proximal.foreach_step(a, b, w, 1e-3, 0.1),
-            "torch.compile": lambda f=_compiled(_plain_step): f(a, b, w),
+            "torch.compile": partial(_compiled(_plain_step), a, b, w),
             # What apex's multi-tensor SGD became in torch; without an anchor, so it reads less.
             "fused SGD, no anchor": _fused_sgd(a, b),
         },
@@ -171,8 +172,8 @@ def distillation_cases(rows: int, classes: int, dtype: torch.dtype, device: str)
             call(count),
             *((1 + count) * one, one),
             {
-                "torch": lambda count=count: plain(leaf, count),
-                "torch.compile": lambda f=_compiled(plain), count=count: f(leaf, count),
+                "torch": partial(plain, leaf, count),
+                "torch.compile": partial(_compiled(plain), leaf, count),
             },
             rows=True,
         )
@@ -205,11 +206,14 @@ def spectral_cases(clients: int, length: int, device: str) -> Iterator[GpuCase]:
     )
 
 
-def cases(device: str, shapes: str = "lenet") -> Iterator[GpuCase]:
-    """All of them."""
+_SMALL, _LARGE = ((512, 10), (64, 1_000), (8, 32_000)), ((65_536, 10), (8_192, 1_000), (256, 32_000))
+
+
+def cases(device: str, shapes: str = "lenet", large: bool = False) -> Iterator[GpuCase]:
+    """All of them, at sizes for an interpreter or, ``large``, for a GPU."""
     for dtype in (torch.float32, torch.bfloat16):
         yield from list_cases(shapes, dtype, device)
-    yield from spectral_cases(4, 62_006, device)
-    for rows, classes in ((512, 10), (64, 1_000), (8, 32_000)):
+    yield from spectral_cases(4, 11_181_642 if large else 62_006, device)
+    for rows, classes in _LARGE if large else _SMALL:
         for dtype in (torch.float32, torch.bfloat16):
             yield from distillation_cases(rows, classes, dtype, device)

@@ -1,5 +1,6 @@
-"""``pfl-ext bench --gpu-model``: what each op moves on a GPU and how often it launches and waits, counted on a simulated
-GPU, and the time that would mean. An estimate: nothing here has run on hardware.
+"""``pfl-ext bench --gpu-model``: what each op moves on a GPU, how often it launches and waits, and the time that means.
+
+Counted on a simulated GPU. The time is an estimate: nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from dataclasses import dataclass
 
 from .gpu_cases import GpuCase, cases
 
-__all__ = ["BANDWIDTH", "LAUNCH", "Counted", "count", "counted_cases", "markdown"]
+__all__ = ["BANDWIDTH", "LAUNCH", "NAME", "Counted", "count", "counted_cases", "markdown"]
 
+NAME = "gpu-model"
 BANDWIDTH = 1.0e12
 """Bytes a second to and from the GPU's memory."""
 LAUNCH = 4.0e-6
 """Seconds from one small kernel to the next in a stream."""
 _SECTOR = 32
+_COLUMNS = (
+    *("op", "size", "type", "MB read", "by the least", "MB written", "by the least"),
+    *("launches", "ops of torch", "waits", "estimate us"),
+)
 
 # What torch's own ops wait for inside, where the simulator has put another in their place.
-_WAITING = ("aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2", "aten::is_nonzero")
+_WAITING = ("aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2", "aten::bincount")
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ def count(case: GpuCase) -> Counted:
     """
     if not simulated():
         raise ValueError(
-            "the model is counted on a simulated GPU: run `python SIMULATOR/fakegpu.py --python PYTHON -m pfl_ext bench "
-            "--gpu-model`, see docs/gpu.md"
+            "the model is counted on a simulated GPU: `python SIMULATOR/fakegpu.py --python PYTHON -m pfl_ext bench "
+            "--gpu-model` (docs/gpu.md)"
         )
     import fakegpu
 
@@ -101,18 +107,18 @@ def counted_cases() -> list[Counted]:
 def markdown(counted: Sequence[Counted], bandwidth: float = BANDWIDTH, launch: float = LAUNCH) -> str:
     """The table, with what it is and what it is not above it."""
     lines = [
-        "**An estimate, not a measurement.** Bytes, launches and waits were counted on a simulated GPU; the time is what",
-        f"they would take at {bandwidth / 1e12:g} TB/s and {launch * 1e6:g} us a launch, one after the other. No GPU has run this.",
+        "**An estimate, not a measurement.** Bytes, launches and waits were counted on a simulated GPU; the time is",
+        f"what they would take at {bandwidth / 1e12:g} TB/s and {launch * 1e6:g} us a launch, one after the other. No",
+        'GPU has run this. "by the least": bytes by those that the passes of the op must move.',
         "",
-        "| op | size | type | MB read | by the least | MB written | by the least | launches | of torch | waits | estimate us |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| {' | '.join(_COLUMNS)} |",
+        f"| --- | --- | --- | {' | '.join(['---:'] * (len(_COLUMNS) - 3))} |",
     ]
     for c in counted:
-        ours = c.launches > 0
-        written = f"{c.write_ratio:.2f}" if ours and c.case.writes else "-"
+        read = f"{c.read_ratio:.2f}" if c.launches else "-"
+        written = f"{c.write_ratio:.2f}" if c.launches and c.case.writes else "-"
         lines.append(
-            f"| {c.case.op} | {c.case.size} | {c.case.dtype} | {c.reads / 1e6:.2f} | "
-            f"{f'{c.read_ratio:.2f}' if ours else '-'} | {c.writes / 1e6:.2f} | {written} | {c.launches} | {c.torch_ops} | "
-            f"{c.waits} | {c.microseconds(bandwidth, launch):.0f} |"
+            f"| {c.case.op} | {c.case.size} | {c.case.dtype} | {c.reads / 1e6:.2f} | {read} | {c.writes / 1e6:.2f} | "
+            f"{written} | {c.launches} | {c.torch_ops} | {c.waits} | {c.microseconds(bandwidth, launch):.0f} |"
         )
     return "\n".join(lines) + "\n"

@@ -25,9 +25,11 @@ class DistillingFedAvg(FusedFedAvg):
         super().__init__(**fedavg)
         self.model, self.unlabelled, self.steps = model, unlabelled, steps
 
-    def combine(self, models: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-        """Average, distil, and send the student."""
-        student = self._loaded(super().combine(models, weights))
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """Distil into the average, and send that."""
+        student = self._loaded(average)
         teachers = (self._loaded(model) for model in models)
         self.report["distillation_loss"] = distill(student, teachers, self.unlabelled, steps=self.steps)
         return dict(student.state_dict())

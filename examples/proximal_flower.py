@@ -31,9 +31,11 @@ class AnchoredFedAvg(FusedFedAvg):
         self.velocity = {name: torch.zeros_like(x) for name, x in self.anchor.items()}
         self.first = True
 
-    def combine(self, models: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-        """Average, step towards the average, and say how far from the anchor that led."""
-        average, before = super().combine(models, weights), self.server
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """Step towards the average, and say how far from the anchor that led."""
+        before = self.server
         params = [before[name].clone() for name in self.anchor]
         grads = [before[name] - average[name] for name in self.anchor]
         anchors, velocity = list(self.anchor.values()), list(self.velocity.values())

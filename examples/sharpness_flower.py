@@ -38,9 +38,10 @@ class ScoredFedAvg(FusedFedAvg):
         config["scores"] = self.scores
         return super().configure_train(server_round, arrays, config, grid)
 
-    def combine(self, models: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-        """Average, and score each client's layers against the average."""
-        average = super().combine(models, weights)
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """Score each client's layers against the average."""
         shared = self._loaded(average)
         scores = torch.stack([personalization_scores(self._loaded(model), shared) for model in models])
         self.scores = scores.mean(0).tolist()

@@ -27,9 +27,10 @@ def vector_of(model: dict[str, Tensor]) -> Tensor:
 class SpectralFedAvg(FusedFedAvg):
     """FedAvg that also reports how far the clients' spectra are from that of their average."""
 
-    def combine(self, models: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-        """Average; one teacher, the average, serves all clients in one call."""
-        average = super().combine(models, weights)
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """One teacher, the average, serves all clients in one call."""
         teacher = SpectralTeacher(vector_of(average), tau=TAU)
         divergences = spectral_divergence(torch.stack([vector_of(model) for model in models]), teacher)
         self.report["mean_divergence"] = divergences.mean().item()

@@ -45,6 +45,7 @@ class FedAMP(Method):
 
     name = "fedamp"
     private = True
+    refuses = (("weighting", "its weights are those of how alike clients' models are"),)
 
     alpha: float = option(0.1, "alpha, step size of the message passing")
     sigma: float = option(1.0, "sigma: squared distances far above it count as no likeness at all")

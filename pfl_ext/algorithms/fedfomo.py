@@ -45,6 +45,7 @@ class FedFomo(Method):
 
     name = "fedfomo"
     needs_validation = True
+    refuses = (("weighting", "its weights are those of how much a model helps"),)
 
     downloads: int = option(5, "M, models of other clients that are sent to one")
     explore: float = option(0.3, "epsilon, the probability with which a model is not the next best but any")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from pfl_ext.data.placement import placed
 from pfl_ext.federation import (
     Batch,
     Client,
@@ -92,11 +93,12 @@ class FedGen(Method):
             lambda: nn.Sequential(nn.Linear(into, self.hidden), nn.ReLU(), nn.Linear(self.hidden, features))
         )
 
-    def _draw(self, p: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _draw(self, p: Tensor, stream: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
         """Labels of the distribution p, and what the generator takes for them: noise, and the label as one-hot."""
-        labels = torch.multinomial(p.cpu(), self.generated, replacement=True, generator=stream)
+        labels = torch.multinomial(p, self.generated, replacement=True, generator=stream)
         noise = torch.randn(self.generated, self.noise, generator=stream, dtype=p.dtype)
-        return labels.to(p.device), torch.cat([noise, F.one_hot(labels, len(p)).to(p.dtype)], 1).to(p.device)
+        given = torch.cat([noise, F.one_hot(labels, len(p)).to(p.dtype)], 1)
+        return placed(labels, device), placed(given, device)
 
     # ---- the algorithm -----------------------------------------------------------------------------------------------
 
@@ -117,13 +119,15 @@ class FedGen(Method):
         seen = torch.zeros_like(counts)
         model.load(received["model"])
         head, generator, stream = self._head(model), self._generator(model), client.stream("generator")
+        p = _distribution(counts) if self.lam != 0 else None
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
-            seen.add_(torch.bincount(batch.targets, minlength=len(seen)))
+            # Not bincount, which asks a GPU for the largest label.
+            seen.index_add_(0, batch.targets, seen.new_ones(len(batch.targets)))
             objective = client.task.loss(logits, batch.targets)
-            if self.lam == 0 or not counts.any():
+            if p is None:
                 return objective
-            labels, given = self._draw(counts / counts.sum(), stream)
+            labels, given = self._draw(p, stream, model.device)
             with torch.no_grad():
                 z = generator(received["generator"], given)
             return objective + self.lam * F.cross_entropy(head(z), labels)
@@ -135,7 +139,8 @@ class FedGen(Method):
         """The clients' mean; then the generator, from what their predictors say."""
         server["model"] = uploads.average(equally=True)
         server["counts"] = uploads.sum("counts", [1.0] * len(uploads))
-        if self.lam == 0 or not server["counts"].any():
+        p = _distribution(server["counts"]) if self.lam != 0 else None
+        if p is None:
             return
         head, heads = self._head(server.model), []
         for _, state in uploads.one_by_one("model"):
@@ -143,10 +148,10 @@ class FedGen(Method):
             heads.append({name: tensor.detach().clone() for name, tensor in head.state_dict().items()})
         generator, numbers = self._generator(server.model), server["generator"].clone().requires_grad_()
         adam = torch.optim.Adam([numbers], lr=self.generator_lr)
-        stream, p = server.stream("generator"), server["counts"] / server["counts"].sum()
+        stream = server.stream("generator")
         head.eval()
         for _ in range(self.generator_steps):
-            labels, given = self._draw(p, stream)
+            labels, given = self._draw(p, stream, server.model.device)
             z = generator(numbers, given)
             logits = torch.stack([functional_call(head, some, (z,)) for some in heads]).mean(0)
             understood = F.cross_entropy(logits, labels)
@@ -154,8 +159,15 @@ class FedGen(Method):
             adam.zero_grad()
             (understood + self.diversity * apart).backward()
             adam.step()
+        if self.generator_steps:
             server.report["generator_loss"] = float(understood.detach())
         server["generator"] = numbers.detach()
+
+
+def _distribution(counts: Tensor) -> Tensor | None:
+    """The shares of the labels, on the CPU, where labels are drawn; None without any."""
+    counts = counts.cpu()
+    return counts / counts.sum() if bool(counts.any()) else None
 
 
 def diversity(noise: Tensor, features: Tensor) -> Tensor:

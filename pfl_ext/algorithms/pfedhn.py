@@ -51,6 +51,7 @@ class PFedHN(Method):
     """
 
     name = "pfedhn"
+    refuses = (("weighting", "its server takes a gradient, and averages no models"),)
 
     embedding: int = option(0, "length of a client's embedding; 0: 1 + a quarter of the number of clients")
     width: int = option(100, "width of the hypernetwork")
@@ -69,7 +70,7 @@ class PFedHN(Method):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay", "clip"):
+        for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay"):
             self.check(name, getattr(self, name) >= 0, "not negative")
         self.check("width", self.width >= 1, "at least 1")
         self.check("server_lr", self.server_lr > 0, "above 0")
@@ -120,7 +121,7 @@ class PFedHN(Method):
 
     def train_generated(self, client: Client) -> float:
         """E epochs of SGD; returns the mean loss."""
-        return Steps(client, self, clip=self.clip).train()
+        return Steps(client, self).train()
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the received model and send how it has changed."""

@@ -80,7 +80,8 @@ class PFedMe(Method):
         model.load(received["model"])
         w = [p.detach().clone() for p in model.trained]
         client.trains(w)
-        theta = Steps(client, self, lr=self.personal_lr, anchor=w, lam=self.lam)
+        inner = self.inner_steps * client.steps_of(self.batch_size, **local_length(self))
+        theta = Steps(client, self, lr=self.personal_lr, anchor=w, lam=self.lam, expected=inner)
         losses = []
         model.module.train()
         for batch in client.batches(self.batch_size, **local_length(self)):

@@ -96,7 +96,8 @@ class PLGULF(LayerWise, Method):
             client.report["loss"] = steps.train()
             return {"model": model.state()}
         theta = self._theta(client, w)
-        scores = self.scores(model.tensors(theta), model.tensors(w), layers.groups)
+        without = self.left_out(model, model.trained, layers.groups)
+        scores = self.scores(model.tensors(theta), model.tensors(w), layers.groups, without)
         personal = scores.argsort(descending=True, stable=True)[:count]
         theta = torch.where(torch.isin(layers.entries, personal), theta, w)
         client["personal"], trained = self._local_steps(client, theta, w, layers.groups, scores)

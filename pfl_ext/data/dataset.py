@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .description import describe
 from .nests import Inputs, filled, joined, leaves, mapped, named, shapes
+from .placement import placed
 from .stacking import as_inputs, stacked
 
 __all__ = ["CLASSES", "IGNORED", "Dataset", "channel_statistics", "class_names"]
@@ -208,7 +209,7 @@ class Dataset:
             indices = torch.as_tensor(indices, dtype=torch.int64)
         inputs, targets = self.inputs, self.targets
         if indices.device != targets.device:
-            indices = indices.to(targets.device)
+            indices = placed(indices, targets.device)
         y = targets.index_select(0, indices)
         if y.dtype is not torch.int64:
             y = y.to(self.dtype)

@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -28,9 +29,17 @@ from pfl_ext.federation.mapped import LARGE, MappedTensor, opened, scratch_folde
 from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.uploads import Here
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "leave_if_imported_by_a_worker"]
 
+_UNGUARDED = 78  # the exit status of a worker that would run the script which starts it
 _MESSAGES = 8  # for each worker in a round at least: fewer would leave some of them without work at its end
+
+
+def leave_if_imported_by_a_worker() -> None:
+    """End this process if it is a worker that imports the script which starts it, and so would do all of it again."""
+    # What the standard library itself asks before it starts a process (multiprocessing.spawn).
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(_UNGUARDED)
 
 
 # ---- what both sides share -------------------------------------------------------------------------------------------
@@ -219,6 +228,7 @@ class Workers(Here):
 
     def __init__(self, workers: int) -> None:
         """See the class."""
+        leave_if_imported_by_a_worker()
         self.workers = workers
         self._pool: ProcessPoolExecutor | None = None
         self._processes: list[int] = []
@@ -269,10 +279,20 @@ class Workers(Here):
         portable = _PortablePlan.of(self._plan, self._folder)
         arguments = (portable, self.store, server, self._folder, context.Barrier(self.workers))
         self._pool = ProcessPoolExecutor(self.workers, context, initializer=_begin, initargs=arguments)
+        answers = self._pool.map(_ready, range(self.workers))
+        started = multiprocessing.active_children()
         try:
             # Waited for here, so that it is not counted as part of the first round.
-            self._processes = list(self._pool.map(_ready, range(self.workers)))
+            self._processes = list(answers)
         except BrokenProcessPool:
+            for process in started:
+                process.join(1)
+            if any(process.exitcode == _UNGUARDED for process in started):
+                self.close()
+                raise RuntimeError(
+                    f"workers is {self.workers}, and each of them begins with an import of the script: put what the "
+                    "script does below `if __name__ == '__main__':`, or use workers=1"
+                ) from None
             self._lost("while they started")
 
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:

@@ -15,7 +15,7 @@ from .method import Method, Models, Predictor
 from .model import Part, WorkingModel
 from .plan import Plan
 from .rounds import selected_clients
-from .runtime import ClientRuntime, threads
+from .runtime import ClientRuntime, state_of, threads
 from .server import Server
 from .settings import Settings
 from .side_module import SideModule
@@ -71,6 +71,7 @@ __all__ = [
     "sam",
     "seed_of",
     "selected_clients",
+    "state_of",
     "stream",
     "threads",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pfl_ext.data import AUGMENTATIONS, Dataset, Inputs
 from pfl_ext.data.nests import split
+from pfl_ext.data.placement import placed
 from pfl_ext.tasks import Task
 
 from .features import Features
@@ -95,6 +96,15 @@ class Client:
         self._most_steps: int | None = None
         self._most_samples: int | None = None
         self._set: dict[str, Tensor] = {}
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run has."""
+        return self._settings.rounds
+
+    def steps_of(self, batch_size: int, *, epochs: int = 1, steps: int | None = None) -> int:
+        """How many batches :meth:`batches` gives, but for what it leaves out."""
+        return epochs * -(-self.samples // batch_size) if steps is None else steps
 
     @property
     def samples(self) -> int:
@@ -184,7 +194,9 @@ class Client:
             ahead = max(1, _FETCHED_AHEAD // batch_size)
             if steps is not None and not until_arrival:
                 ahead = min(ahead, steps - taken)
-            for fetched in _split(torch.randperm(self.samples, generator=order), ahead * batch_size, self.samples):
+            # Drawn on the host, so that batches are the same on every device, and brought there once a pass.
+            shuffled = placed(torch.randperm(self.samples, generator=order), self.train.device)
+            for fetched in _split(shuffled, ahead * batch_size, self.samples):
                 several, count = (fetched, *self._dataset.batch(self.train[fetched])), len(fetched)
                 for rows, inputs, targets in zip(*(_split(part, batch_size, count) for part in several), strict=True):
                     if skip_single and len(rows) == 1 and batch_size > 1:
@@ -210,7 +222,7 @@ class Client:
         for _ in range(epochs * batches if steps is None else steps):
             secure = self.privacy is not None and self.privacy.dp_secure
             drawn = 1 - secure_uniform(self.samples) if secure else torch.rand(self.samples, generator=order)
-            rows = (drawn < rate).nonzero().flatten()
+            rows = placed((drawn < rate).nonzero().flatten(), self.train.device)
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
@@ -231,6 +243,10 @@ class Client:
         """What enters the head of the working model as it is, in evaluation mode, for these samples; and targets."""
         with Features(self.model, head) as features:
             return current_outputs(self.model, self._dataset, indices, predict=features)
+
+    def metrics(self, indices: Tensor) -> dict[str, float]:
+        """The task's metrics of the working model on these samples."""
+        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""

@@ -32,10 +32,11 @@ def identity_of(
         server: before the method has set it up: its working model has the initial weights. A checkpoint has none of
             what is frozen, nor of what no client has changed.
     """
-    auxiliary = server.auxiliary
+    auxiliary, by_rounds = server.auxiliary, method.lr_rounds == "cosine"
     return {
         "method": type(method).__name__,
         **{f"method.{name}": value for name, value in method.identity().items()},
+        **({"rounds": settings.rounds} if by_rounds else {}),
         "task": task.name,
         **{f"task.{name}": value for name, value in task.identity().items()},
         "data": [dataset.fingerprint, _normalisation(dataset)],

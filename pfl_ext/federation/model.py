@@ -275,6 +275,17 @@ class WorkingModel:
             part = part.view(self.shapes[i])
             tensors[i].copy_(part.round() if i in self._inexact else part)
 
+    def _check_exact(self, tensors: list[Tensor], places: list[int]) -> None:
+        """Refuse integers that the state's type cannot hold. All are looked at together: a GPU is waited for once."""
+        places = [i for i in self._inexact if i in places and tensors[i].numel()]
+        if not places:
+            return
+        exact = 2 ** (53 if self.dtype == torch.float64 else 24)
+        largest = torch.stack([tensors[i].abs().max().long() for i in places]).tolist()
+        for i, value in zip(places, largest, strict=True):
+            if value > exact:
+                raise OverflowError(f"{self.names[i]} holds {value}; {self.dtype} is exact up to {exact}")
+
     @torch.no_grad()
     def _joined(self, places: list[int]) -> Tensor:
         """Copies of some of the tensors as one vector."""
@@ -282,14 +293,6 @@ class WorkingModel:
         self._check_exact(tensors, places)
         flat = [tensors[i].reshape(-1).to(self.dtype) for i in places]
         return torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=self.device)
-
-    def _check_exact(self, tensors: list[Tensor], places: list[int]) -> None:
-        """Raise an error for an integer that a state cannot hold."""
-        for i in self._inexact:
-            exact = 2 ** (53 if self.dtype == torch.float64 else 24)
-            if i in places and tensors[i].numel() and int(tensors[i].abs().max()) > exact:
-                largest = int(tensors[i].abs().max())
-                raise OverflowError(f"{self.names[i]} holds {largest}; {self.dtype} is exact up to {exact}")
 
     @torch.no_grad()
     def load(self, state: Tensor) -> None:

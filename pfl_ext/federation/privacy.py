@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 PRIVATE_STEPS = "pfl_ext.private_steps"
-"""The name under which a client keeps how many steps it has taken on its data."""
+"""The name under which a client keeps how many steps it has taken on its data, and how many for what it sends."""
 
 _NUMBERS = 1 << 26  # gradients of single samples that are in memory at once
 _ORDERS = (*(1 + x / 10 for x in range(1, 100)), *map(float, range(12, 64)))

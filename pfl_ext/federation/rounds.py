@@ -133,7 +133,11 @@ class Synchronous:
             dropped += [reply.client for reply in rested if reply.error is not None]
         clients = [reply.client for reply in arrived]
         uploads = Uploads(
-            clients, [self.samples[k] for k in clients], [reply.sent for reply in arrived], access=self.engine
+            clients,
+            [self.samples[k] for k in clients],
+            [reply.sent for reply in arrived],
+            access=self.engine,
+            weighting=self.method.weighting,
         )
         trained = max(reply.trained_parameters for reply in replies)
         return Round(uploads, works, replies, reports, trained, dropped)
@@ -252,7 +256,7 @@ class Asynchronous:
         self._keep()
         clients = [turn.client for turn in arrived]
         samples, staleness = [self.samples[k] for k in clients], [t - 1 - turn.version for turn in arrived]
-        uploads = Uploads(clients, samples, vectors, staleness, self.engine)
+        uploads = Uploads(clients, samples, vectors, staleness, self.engine, self.method.weighting)
         trained = max(turn.trained_parameters for turn in arrived)
         return Round(uploads, [turn.work for turn in arrived], replies, reports, trained, dropped)
 

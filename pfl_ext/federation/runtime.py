@@ -22,7 +22,7 @@ from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
 
-__all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads"]
+__all__ = ["ClientRuntime", "Deliver", "seed_layers", "state_of", "threads"]
 
 Vectors = Mapping[str, Tensor]
 Deliver = Callable[[Request, str, Vectors], Mapping[str, Vector]]
@@ -56,6 +56,20 @@ def seed_layers(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+def state_of(name: str, model: Tensor | Predictor) -> Tensor:
+    """A model of a client as a state of the network.
+
+    Raises:
+        ValueError: it is no such state.
+    """
+    if isinstance(model, Tensor):
+        return model
+    raise ValueError(
+        f"the {name} model of this method is not one network's weights but a prediction made of several, or of samples "
+        "that the client keeps; accepted are models that are a state of the network"
+    )
 
 
 class ClientRuntime:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
@@ -33,6 +33,15 @@ def read_arrays(record: Mapping[str, Array]) -> dict[str, Tensor]:
 def write_arrays(model: nn.Module | Mapping[str, Tensor]) -> ArrayRecord:
     """A model's state dict, or tensors by their names, as a record: parameters and buffers, each with its type."""
     return record_of(model.state_dict() if isinstance(model, nn.Module) else model)
+
+
+class _Client(NamedTuple):
+    """What a client sent."""
+
+    node: int
+    model: dict[str, Tensor]
+    weight: float
+    metrics: RecordDict
 
 
 class FusedFedAvg(FedAvg):
@@ -89,65 +98,92 @@ class FusedFedAvg(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The new model and the clients' metrics; None where no reply is usable."""
-        models, weights, metrics, stream = list[dict[str, Tensor]](), list[float](), list[RecordDict](), None
-        for model, weight, metric in self._usable(server_round, replies):
-            weights.append(weight)
-            metrics.append(metric)
-            if self.streaming:
-                stream = stream or StreamingAverage()
-                stream.add(model, weight)
-            else:
-                models.append(model)
-        if not weights or sum(weights) <= 0:
+        clients = list[_Client]()
+        stream = StreamingAverage() if self.streaming else None
+        for client in self._usable(server_round, replies):
+            clients.append(client)
+            if stream is not None and self._finite(server_round, client):
+                stream.add(client.model, client.weight)
+                client.model.clear()  # Flower's bytes go with it
+            elif stream is not None:
+                clients.pop()
+        if stream is None:
+            average = self._average(server_round, clients)
+        else:
+            average = stream.result() if sum(client.weight for client in clients) > 0 else None
+        if average is None:
             return None, None
         self.report.clear()
-        new = self.combine(models, weights) if stream is None else stream.result()
-        told = self.train_metrics_aggr_fn(metrics, self.weighted_by_key)
+        new = self.combine(average, [client.model for client in clients], [client.weight for client in clients])
+        told = self.train_metrics_aggr_fn([client.metrics for client in clients], self.weighted_by_key)
         told.update(self.report)
         return record_of(new), told
 
-    def combine(self, models: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
-        """The new model of what usable clients sent: to be extended by strategies that do more than average.
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """The new model: to be extended by strategies that do more than average.
 
-        The models lie where Flower has put them: read them, and copy what you would change.
+        Args:
+            average: of the models that usable clients sent.
+            models: these; empty ones with ``streaming``. They lie where Flower has put them: read them, and copy what
+                you would change.
+            weights: of each.
         """
         if self.lr == 1.0:
-            new: dict[str, Tensor] = weighted_average(models, weights)
-        else:
-            new = server_update(self.server, models, weights, lr=self.lr)
+            return average
+        new: dict[str, Tensor] = server_update(self.server, [average], lr=self.lr)
         return new
+
+    def _average(self, server_round: int, clients: list[_Client]) -> dict[str, Tensor] | None:
+        """The average of clients; those with infinity or NaN are taken out of the list, as the policy says."""
+        while sum(client.weight for client in clients) > 0:
+            found: dict[str, Tensor] = weighted_average(
+                [client.model for client in clients], [client.weight for client in clients]
+            )
+            # One look at the average saves one at every client: infinity and NaN would be in it.
+            if self.nonfinite == "propagate" or all_finite(*found.values()):
+                return found
+            finite = [client for client in clients if self._finite(server_round, client)]
+            if len(finite) == len(clients):  # the sum is too large, and none of its terms
+                return found
+            clients[:] = finite
+        return None
+
+    def _finite(self, server_round: int, client: _Client) -> bool:
+        """Whether a client stays; the policy may be to end the run where not."""
+        if self.nonfinite == "propagate" or all_finite(*client.model.values()):
+            return True
+        if self.nonfinite == "raise":
+            said = f"node {client.node} sent infinity or NaN in round {server_round}"
+            raise ValueError(f"{said}; nonfinite='skip' leaves such clients out")
+        log(WARNING, "round %s: node %s is left out: it sent infinity or NaN", server_round, client.node)
+        return False
 
     @property
     def server(self) -> dict[str, Tensor]:
         """The model that the clients began the round with; not to be changed in place."""
         return viewed(self._arrays)
 
-    def _usable(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Iterator[tuple[dict[str, Tensor], float, RecordDict]]:
-        """The model, weight and metrics of each client that can be averaged; the others are named."""
-        expected = viewed(self._arrays)
+    def _usable(self, server_round: int, replies: Iterable[Message]) -> Iterator[_Client]:
+        """Each client that can be averaged; the others are named."""
+        expected = self.server
         missing = set(self._asked)
         names: set[str] | None = None  # of the metrics
         for reply in replies:
             node = reply.metadata.src_node_id
             missing.discard(node)
             try:
-                model, weight, metric = self._read(reply, expected)
-                if names is not None and set(metric) != names:
-                    raise ValueError(f"its metrics are {sorted(metric)}; those of the first are {sorted(names)}")
+                model, weight, metrics = self._read(reply, expected)
+                if names is not None and set(metrics) != names:
+                    raise ValueError(f"its metrics are {sorted(metrics)}; those of the first are {sorted(names)}")
             except ValueError as error:
                 log(WARNING, "round %s: node %s is left out: %s", server_round, node, error)
                 continue
-            if self.nonfinite != "propagate" and not all_finite(*model.values()):
-                if self.nonfinite == "raise":
-                    raise ValueError(
-                        f"node {node} sent infinity or NaN in round {server_round}; nonfinite='skip' leaves it out"
-                    )
-                log(WARNING, "round %s: node %s is left out: it sent infinity or NaN", server_round, node)
-                continue
-            names = set(metric)
-            yield model, weight, RecordDict({"metrics": metric})
+            names = set(metrics)
+            yield _Client(node, model, weight, RecordDict({"metrics": metrics}))
+            if self.streaming:
+                reply.content.clear()
         for node in sorted(missing):
             log(WARNING, "round %s: node %s is left out: it has not answered in time", server_round, node)
 

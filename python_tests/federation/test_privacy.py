@@ -186,7 +186,7 @@ def test_a_method_that_says_it_is_private_and_trains_otherwise_is_refused_in_its
             return {"model": client.model.state()}
 
     run = Federation(Wrong(), nn.Linear(4, 3).double(), dataset, partition, Settings(rounds=1, dp_clip=1.0))
-    with pytest.raises(ValueError, match="another loss or steps"):
+    with pytest.raises(ValueError, match="another loss, or takes a gradient elsewhere"):
         run.run()
 
 
@@ -230,6 +230,9 @@ def test_both_adapters_of_every_client_are_accounted_for_together(dataset: Datas
         # 1 pass of the local and 2 of the personal adapter in each of 3 rounds; distillation sees no client's data.
         steps = 3 * 3 * batches
         assert run.client_results[k].report["epsilon"] == pytest.approx(epsilon(1 / batches, 1.2, steps, 1e-5)), samples
+        # The personal adapter is never sent: against the server the local one's 3 passes are what counts.
+        sent = run.client_results[k].report["epsilon_sent"]
+        assert sent == pytest.approx(epsilon(1 / batches, 1.2, 3 * batches, 1e-5)), samples
 
 
 def test_a_private_run_is_resumed_to_the_bit_with_its_account(
