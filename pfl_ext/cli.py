@@ -18,6 +18,7 @@ _COMMANDS = {
     "run": "run a method on clients' data",
     "compare": "run several methods on identical partitions and streams; one table, one picture",
     "sweep": "a comparison for each combination of some options' values; one table",
+    "paper": "a table or figure of one of the papers, ours beside the printed one",
     "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
     "data": "cut a data set into clients: table, picture, file",
     "landscape": "draw the loss around the models of finished runs",
@@ -25,7 +26,7 @@ _COMMANDS = {
     "bench": "race an op family against its opponents",
     "info": "versions, build, and which kernel serves each op on CPU and CUDA",
 }
-_RESUMED = ("run", "compare", "sweep")
+_RESUMED = ("run", "compare", "sweep", "paper")
 
 _HELP = "\n".join(
     [

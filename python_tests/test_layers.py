@@ -25,7 +25,7 @@ LAYERS = (
     ("reports",),
     ("experiment", "benchmarks"),
     ("comparison", "configuration", "runs"),
-    ("flower", "flower_app"),
+    ("flower", "flower_app", "papers"),
     ("commands",),
     ("cli",),
     ("__main__",),

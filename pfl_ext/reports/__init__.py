@@ -1,5 +1,6 @@
 """What becomes of a run: its results folder, tables, plots, loss landscapes, the progress display."""
 
+from .beside import beside
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
@@ -20,6 +21,7 @@ __all__ = [
     "Surface",
     "TensorBoard",
     "accuracy_curves",
+    "beside",
     "best_rounds",
     "client_density",
     "client_distribution",
