@@ -34,7 +34,7 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
 # As many test processes as there are cores, each with one thread; the tests of threads ask for theirs.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-test abi sanitized sanitized-cpu soak: export OMP_NUM_THREADS := 1
+test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS := 1
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
@@ -44,7 +44,7 @@ PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check bench readme clean FORCE
+.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -115,6 +115,27 @@ abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library un
 	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; \
 	  $$env/bin/pytest -q -n $(WORKERS) python_tests/ops || exit 1; done
 
+# Flower brings 60 packages, 250 MB of them ray for its simulation, and needs Python 3.11: an environment of its own.
+FLOWER_ENV := .venv-flower
+FLOWER ?= 1.42.0
+FLOWER_PIP := $(FLOWER_ENV)/bin/python -m pip --disable-pip-version-check -q install
+
+$(FLOWER_ENV)/tools: constraints.txt .ci/flower.txt Makefile
+	test -x $(FLOWER_ENV)/bin/python || $(PYTHON) -m venv $(FLOWER_ENV)
+	$(FLOWER_PIP) $(PIP_FLAGS) -c constraints.txt $(TORCH_cpu) $(TEST_TOOLS) safetensors
+	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps -r .ci/flower.txt
+	@touch $@
+
+ifeq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))'),True)
+flower: build $(FLOWER_ENV)/tools ## the tests of Flower with the real one, FLOWER=1.42.0
+	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps flwr==$(FLOWER)
+	$(FLOWER_PIP) --force-reinstall --no-deps $(WHEELS)/*.whl
+	$(FLOWER_ENV)/bin/pytest -q python_tests/flower
+else
+flower: ## the tests of Flower with the real one, FLOWER=1.42.0
+	@echo "not run: Flower needs Python 3.11 or later, and $(PYTHON) is older"
+endif
+
 sanitized: build ## the emulated CUDA kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	env $$($(BIN)/python python_tests/emulator/build.py --print-environment) PFL_EMULATOR_VARIANT=sanitized \
 	  $(BIN)/pytest -n $(WORKERS) python_tests/emulator python_tests/common python_tests/cuda
@@ -175,6 +196,29 @@ soak: build ## hundreds of runs killed, stopped, without disk, two in a folder, 
 
 cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
 	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log
+
+# The installed CUDA library, unmodified, through torch's dispatcher on a simulated GPU: docs/gpu.md. SIMULATOR is the
+# folder of a program fakegpu.py that runs Python so. First in the order of the calls, then with random orders of blocks,
+# warps and threads and a check for races in global memory, then with torch's caching allocator, as graphs need it.
+SIMULATOR ?=
+GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath $(SIMULATOR))/fakegpu.py \
+  --python $(abspath $(BIN))/python
+GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation algorithms/test_devices.py \
+  algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
+IS_SIMULATED := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
+  raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
+
+# From a folder without a pfl_ext in it, so that the installed one is what runs.
+gpu-check: build ## the CUDA library on a simulated GPU: ops, optimisers, all methods; SIMULATOR=folder
+	@test -f "$(SIMULATOR)/fakegpu.py" || { echo "SIMULATOR='$(SIMULATOR)' has no fakegpu.py; name its folder"; exit 1; }
+	@mkdir -p build/simulator && rm -rf build/gpu-check
+	cd build/simulator && $(GPU) -c '$(IS_SIMULATED)'
+	cd build/simulator && $(GPU) -m pytest -q -n $(WORKERS) -k cuda $(GPU_TESTS)
+	cd build/simulator && FAKEGPU_SEED=1 FAKEGPU_GLOBAL_RACES=1 FAKEGPU_THREAD_SCHEDULE=1 \
+	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile" $(GPU_TESTS)
+	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -k "cuda and graph" $(GPU_TESTS)
+	cd build/simulator && $(GPU) -m pfl_ext compare persfl fedavg ditto scd plgu-lf --data digits --partition ds1 --clients 4 \
+	  --rounds 1 --lr 0.1 --device cuda --output ../gpu-check
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 

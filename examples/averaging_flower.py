@@ -1,37 +1,41 @@
-"""A Flower strategy with the fused average: a server learning rate, and clients that diverged are left out."""
+"""A Flower app with the fused average: a server learning rate, and clients that diverged are left out."""
 
 from __future__ import annotations
 
-from typing import Any
+import flower_data
+import torch
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 
-import flower_weights
-from flwr.common import FitRes, Parameters, Scalar
-from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import FedAvg
-from torch import nn
+from pfl_ext.flower import FusedFedAvg, read_arrays, write_arrays
 
-from pfl_ext.ops import server_update
+server, client = ServerApp(), ClientApp()
 
 
-class FusedFedAvg(FedAvg):
-    """server + lr * average(client - server), weighted by the clients' numbers of samples, in one pass."""
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """In place of Flower's FedAvg, with all of its options."""
+    strategy = FusedFedAvg(lr=0.9, nonfinite="skip", fraction_evaluate=0.0)
+    strategy.start(grid, initial_arrays=write_arrays(flower_data.network()), num_rounds=3)
 
-    def __init__(self, server: nn.Module, lr: float = 1.0, **fedavg: Any) -> None:
-        """``server`` holds the global model from round to round."""
-        super().__init__(initial_parameters=flower_weights.parameters_of(server), **fedavg)
-        self.server, self.lr = server, lr
 
-    def aggregate_fit(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, FitRes]],
-        failures: list[tuple[ClientProxy, FitRes] | BaseException],
-    ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Average what the clients sent into the server's model."""
-        if not results or (failures and not self.accept_failures):
-            return None, {}
-        clients = [flower_weights.state_of(self.server, fit.parameters) for _, fit in results]
-        samples = [fit.num_examples for _, fit in results]
-        server = self.server.state_dict()  # the model's own memory
-        server_update(server, clients, samples, lr=self.lr, nonfinite="skip", out=server)
-        return flower_weights.parameters_of(self.server), {}
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """Some steps of SGD from the server's weights."""
+    model, (x, y) = flower_data.network(), flower_data.points(context)
+    model.load_state_dict(read_arrays(message.content["arrays"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    metrics = MetricRecord({"num-examples": len(x), "loss": loss.item()})
+    return Message(RecordDict({"arrays": write_arrays(model), "metrics": metrics}), reply_to=message)
+
+
+if __name__ == "__main__":
+    from flwr.simulation import run_simulation
+
+    run_simulation(server, client, num_supernodes=2)

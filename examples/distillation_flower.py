@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import flower_weights
+import flower_data
 import torch
-from flwr.common import FitRes, Parameters, Scalar
-from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import FedAvg
+from averaging_flower import client
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
-from pfl_ext.ops import ensemble_distillation_loss, ensemble_logits
+from pfl_ext.flower import FusedFedAvg, distill, write_arrays
+
+server = ServerApp()
 
 
-class DistillingFedAvg(FedAvg):
+class DistillingFedAvg(FusedFedAvg):
     """FedAvg, then steps of distillation from this round's clients on unlabelled data."""
 
     def __init__(self, model: Callable[[], nn.Module], unlabelled: Tensor, steps: int = 100, **fedavg: Any) -> None:
@@ -23,25 +25,30 @@ class DistillingFedAvg(FedAvg):
         super().__init__(**fedavg)
         self.model, self.unlabelled, self.steps = model, unlabelled, steps
 
-    def aggregate_fit(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, FitRes]],
-        failures: list[tuple[ClientProxy, FitRes] | BaseException],
-    ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Average, distil, and send the student."""
-        average, metrics = super().aggregate_fit(server_round, results, failures)
-        if average is None:
-            return None, metrics
-        student = flower_weights.load(self.model(), average)
-        with torch.no_grad():
-            clients = [flower_weights.load(self.model(), fit.parameters).eval() for _, fit in results]
-            targets = ensemble_logits([client(self.unlabelled) for client in clients])
-        optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
-        for _ in range(self.steps):
-            batch = torch.randint(len(self.unlabelled), (min(128, len(self.unlabelled)),))
-            optimizer.zero_grad()
-            loss = ensemble_distillation_loss(student(self.unlabelled[batch]), [targets[batch]])
-            loss.backward()
-            optimizer.step()
-        return flower_weights.parameters_of(student), {**metrics, "distillation_loss": loss.item()}
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """Distil into the average, and send that."""
+        student = self._loaded(average)
+        teachers = (self._loaded(model) for model in models)
+        self.report["distillation_loss"] = distill(student, teachers, self.unlabelled, steps=self.steps)
+        return dict(student.state_dict())
+
+    def _loaded(self, state: dict[str, Tensor]) -> nn.Module:
+        model = self.model()
+        model.load_state_dict(state)
+        return model
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Three rounds, with unlabelled points of the server's own."""
+    unlabelled = torch.randn(200, 4, generator=torch.Generator().manual_seed(9)) + 1.0
+    strategy = DistillingFedAvg(flower_data.network, unlabelled, fraction_evaluate=0.0)
+    strategy.start(grid, initial_arrays=write_arrays(flower_data.network()), num_rounds=3)
+
+
+if __name__ == "__main__":
+    from flwr.simulation import run_simulation
+
+    run_simulation(server, client, num_supernodes=2)

@@ -4,67 +4,68 @@ from __future__ import annotations
 
 from typing import Any
 
-import flower_weights
+import flower_data
 import torch
-from flwr.client import NumPyClient
-from flwr.common import FitRes, NDArrays, Parameters, Scalar
-from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import FedAvg
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 from torch import Tensor, nn
 
+from pfl_ext.flower import FusedFedAvg, proximal_steps, read_arrays, write_arrays
 from pfl_ext.ops import proximal_sgd_step_, squared_distance
-from pfl_ext.optim import ProximalSGD
+
+server, client = ServerApp(), ClientApp()
 
 
-class AnchoredFedAvg(FedAvg):
-    """Takes server - average as the gradient of a step with momentum, and stays near a given (pretrained) model."""
+class AnchoredFedAvg(FusedFedAvg):
+    """Takes server - average as the gradient of a step with momentum, and stays near a given (pretrained) model.
 
-    def __init__(self, server: nn.Module, lr: float = 1.0, lam: float = 0.1, momentum: float = 0.5, **fedavg: Any):
-        """``server`` is where it begins and what it is held near."""
-        super().__init__(initial_parameters=flower_weights.parameters_of(server), **fedavg)
-        self.server, self.lr, self.lam, self.momentum = server, lr, lam, momentum
-        self.anchor = [x.detach().clone() for x in server.parameters()]
-        self.buffers: list[Tensor] | None = None
+    What is no parameter, such as the running statistics of BatchNorm, has no gradient: it is the clients' average.
+    """
 
-    def aggregate_fit(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, FitRes]],
-        failures: list[tuple[ClientProxy, FitRes] | BaseException],
-    ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Average, step towards the average, and say how far from the anchor that led."""
-        average, metrics = super().aggregate_fit(server_round, results, failures)
-        if average is None:
-            return None, metrics
-        params = [x.detach() for x in self.server.parameters()]
-        names = [name for name, _ in self.server.named_parameters()]
-        state = flower_weights.state_of(self.server, average)
-        grads = [x - state[name] for name, x in zip(names, params, strict=True)]
-        first = self.buffers is None
-        self.buffers = self.buffers or [torch.zeros_like(x) for x in params]
+    def __init__(self, start: nn.Module, step: float = 1.0, lam: float = 0.1, momentum: float = 0.5, **fedavg: Any):
+        """``start`` is where it begins and what it is held near."""
+        super().__init__(**fedavg)
+        self.step, self.lam, self.momentum = step, lam, momentum
+        self.anchor = {name: x.detach().clone() for name, x in start.named_parameters()}
+        self.velocity = {name: torch.zeros_like(x) for name, x in self.anchor.items()}
+        self.first = True
+
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """Step towards the average, and say how far from the anchor that led."""
+        before = self.server
+        params = [before[name].clone() for name in self.anchor]
+        grads = [before[name] - average[name] for name in self.anchor]
+        anchors, velocity = list(self.anchor.values()), list(self.velocity.values())
         proximal_sgd_step_(
-            *(params, grads, self.anchor, self.lr, self.lam),
-            momentum=self.momentum, momentum_buffers=self.buffers, first=first,
+            *(params, grads, anchors, self.step, self.lam),
+            momentum=self.momentum, momentum_buffers=velocity, first=self.first,
         )  # fmt: skip
-        distance = squared_distance(params, self.anchor).item()
-        return flower_weights.parameters_of(self.server), {**metrics, "squared_distance": distance}
+        self.first = False
+        self.report["squared_distance"] = squared_distance(params, anchors).item()
+        return {**average, **dict(zip(self.anchor, params, strict=True))}
 
 
-class FedProxClient(NumPyClient):
-    """Trains near the weights that it received."""
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """Three rounds from an untrained model."""
+    start = flower_data.network()
+    AnchoredFedAvg(start, fraction_evaluate=0.0).start(grid, initial_arrays=write_arrays(start), num_rounds=3)
 
-    def __init__(self, model: nn.Module, x: Tensor, y: Tensor, mu: float = 0.1) -> None:
-        """The client's network and data, and FedProx's mu."""
-        self.model, self.x, self.y, self.mu = model, x, y, mu
 
-    def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
-        """Some proximal steps from the server's weights."""
-        flower_weights.load(self.model, parameters)
-        optimizer = ProximalSGD(self.model.parameters(), lr=0.1, lam=self.mu)
-        optimizer.set_anchors()  # where the parameters are now: the server's
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(self.model(self.x), self.y)
-            loss.backward()
-            optimizer.step()
-        return flower_weights.arrays_of(self.model), len(self.x), {"loss": loss.item()}
+@client.train()
+def train(message: Message, context: Context) -> Message:
+    """FedProx: steps that are held near the weights that were received."""
+    model, (x, y) = flower_data.network(), flower_data.points(context)
+    model.load_state_dict(read_arrays(message.content["arrays"]))
+    loss = proximal_steps(model, [(x, y)] * 10, lr=0.1, lam=0.1)
+    metrics = MetricRecord({"num-examples": len(x), "loss": loss})
+    return Message(RecordDict({"arrays": write_arrays(model), "metrics": metrics}), reply_to=message)
+
+
+if __name__ == "__main__":
+    from flwr.simulation import run_simulation
+
+    run_simulation(server, client, num_supernodes=2)

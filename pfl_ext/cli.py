@@ -19,6 +19,8 @@ _COMMANDS = {
     "compare": "run several methods on identical partitions and streams; one table, one picture",
     "sweep": "a comparison for each combination of some options' values; one table",
     "paper": "a table or figure of one of the papers, ours beside the printed one",
+    "resume": "go on with a run, a comparison or a sweep: FOLDER is all it needs",
+    "export": "write a run's global model or a client's personal one as safetensors",
     "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
     "data": "cut a data set into clients: table, picture, file",
     "landscape": "draw the loss around the models of finished runs",
@@ -26,7 +28,7 @@ _COMMANDS = {
     "bench": "race an op family against its opponents",
     "info": "versions, build, and which kernel serves each op on CPU and CUDA",
 }
-_RESUMED = ("run", "compare", "sweep", "paper")
+_RESUMED = ("run", "compare", "sweep", "resume", "paper")
 
 _HELP = "\n".join(
     [
@@ -77,7 +79,7 @@ def _run(command: str, rest: list[str]) -> int:
         print(f"pfl-ext {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:  # one with a message tells when it stopped
-        more = "; --resume goes on from the last checkpoint" if command in _RESUMED else ""
+        more = "; pfl-ext resume FOLDER goes on from the last checkpoint" if command in _RESUMED else ""
         print(f"pfl-ext {command}: {str(error) or 'aborted'}{more}", file=sys.stderr)
         return 130
     except Exception as error:

@@ -4,7 +4,8 @@ A configuration file of a comparison has, beside the tables of an experiment::
 
     methods = ["fedavg", "PerAda w/o KD", "perada"]   # names of methods, or of variants
     seeds = [0, 1, 2]
-    metric = "accuracy"         # of the tables; with statistic, the mean of the clients or weighted_mean
+    metric = "accuracy"         # of tables and pictures, else the task's; with statistic, mean or weighted_mean
+    columns = ["method", "personal: local test"]      # of the table, else all
 
     [method]                    # options of all
     lr = 0.01
@@ -30,16 +31,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .algorithms import METHODS
-from .experiment import (
-    NETWORK_OPTIONS,
-    Experiment,
-    method_options,
-    network_options,
-    refuse_unknown,
-    settings_options,
-)
+from .experiment import Experiment
 from .nn import NETWORKS
 from .options import Option, nearest
+from .reports import Look
+from .sections import NETWORK_OPTIONS, method_options, network_options, refuse_unknown, settings_options
 
 __all__ = ["Comparison", "Point", "check_common", "check_own_tables", "folder_name", "method_of", "points", "variant"]
 
@@ -168,6 +164,12 @@ class Comparison:
                     sections.setdefault("federation", {})["seed"] = seed
                 found.append((label, Experiment.from_sections(sections)))
         return found
+
+    def config(self, look: Look, sweep: Mapping[str, Sequence[Any]] | None = None) -> dict[str, Any]:
+        """What makes the same comparison again, as the content of a configuration file."""
+        shown = {"metric": look.metric, "statistic": look.statistic, "columns": look.columns}
+        more = {"sweep": {name: list(values) for name, values in sweep.items()}} if sweep else {}
+        return {"methods": list(self.labels), "seeds": self.seeds, **shown, **self.sections, **more}
 
     def identity(self, label: str) -> str:
         """What decides the runs of a label, as text."""

@@ -1,4 +1,7 @@
-"""Accuracy, loss and AUC of one model on one set of samples, and the distribution of such results over clients."""
+"""Accuracy, loss and AUC of one model on one set of samples, and the distribution of such results over clients.
+
+What tables and plots must know of a metric is here too: whether it is shown in per cent, and whether low is good.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,40 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
-__all__ = ["classification_metrics", "mean_metrics", "prediction_distance", "summarize"]
+__all__ = [
+    "LOWER_IS_BETTER",
+    "SHARES",
+    "classification_metrics",
+    "mean_metrics",
+    "prediction_distance",
+    "scale_of",
+    "sign_of",
+    "summarize",
+    "word_of",
+]
+
+SHARES = {"accuracy", "auc", "iou"}
+"""Metrics between 0 and 1 that are shown in per cent. A task of your own may add its metrics."""
+
+LOWER_IS_BETTER = {"loss", "mae", "rmse", "perplexity"}
+"""Metrics of which the lowest is the best; of all others it is the highest. A task of your own may add its metrics."""
 
 _QUANTILES = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
+
+
+def scale_of(metric: str) -> float:
+    """What a metric is multiplied by to be shown: shares are shown in per cent."""
+    return 100.0 if metric in SHARES else 1.0
+
+
+def sign_of(metric: str) -> float:
+    """What a metric is multiplied by so that higher is better: 1, or -1 where low is good."""
+    return -1.0 if metric in LOWER_IS_BETTER else 1.0
+
+
+def word_of(metric: str) -> str:
+    """What a metric is called in a sentence."""
+    return {"auc": "AUC", "mae": "MAE", "rmse": "RMSE", "iou": "IoU", "r2": "R²"}.get(metric, metric)
 
 
 def prediction_distance(personal: Tensor, other: Tensor) -> float:

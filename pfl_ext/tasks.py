@@ -77,6 +77,9 @@ class Task(Options, abc.ABC):
     metric: ClassVar[str] = "loss"
     """The metric that tables show unless they are asked for another."""
 
+    metric_rises: ClassVar[bool] = False
+    """Whether more of that metric is better."""
+
     has_logits: ClassVar[bool] = False
     """Whether outputs are logits of classes, which can be distilled (see :meth:`rows`)."""
 
@@ -94,6 +97,12 @@ class Task(Options, abc.ABC):
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """The metrics of a set of samples, of what :meth:`reduce` gave for its batches, one below the other."""
         return {"loss": float(self.loss(outputs, targets)) if len(outputs) else math.nan}
+
+    def is_better(self, one: float, other: float) -> bool:
+        """Whether one value of :attr:`metric` is better than another; NaN is worse than any."""
+        if math.isnan(other):
+            return not math.isnan(one)
+        return one > other if self.metric_rises else one < other
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Logits as a matrix with a row for everything that has a class: a sample, a pixel, a token."""
@@ -136,6 +145,7 @@ class Classification(Task):
 
     name = "classification"
     metric = "accuracy"
+    metric_rises = True
     has_logits = one_class = True
 
     label_smoothing: float = option(0.0, "weight of the uniform distribution in the targets that are trained")
@@ -175,6 +185,7 @@ class MultiLabel(Task):
 
     name = "multi-label"
     metric = "accuracy"
+    metric_rises = True
     has_logits = True
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -246,6 +257,7 @@ class Pixels(Task):
 
     name = "pixels"
     metric = "iou"
+    metric_rises = True
     has_logits = True
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -300,6 +312,7 @@ class NextToken(Task):
 
     name = "next-token"
     metric = "accuracy"
+    metric_rises = True
     has_logits = True
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

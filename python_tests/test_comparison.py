@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from pfl_ext.cli import main
 from pfl_ext.comparison import Comparison, folder_name, points, variant
 from pfl_ext.data import Partition
-from pfl_ext.reports import ResultsFolder
+from pfl_ext.reports import ResultsFolder, read_config
 
 QUICK = ["--quiet", "--no-plots"]
 FILE = """
@@ -44,7 +43,7 @@ def _config(folder: Path, text: str = FILE) -> list[str]:
 
 
 def _saved(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    found: dict[str, Any] = read_config(folder)
     return found
 
 
@@ -122,7 +121,7 @@ def test_the_table_is_by_the_statistic_of_the_file_unless_the_command_line_names
     vary = ["--vary", "method.ditto.lam=1"] if command == "sweep" else []
     arguments = [command, "ditto", *vary, *_config(tmp_path, 'statistic = "weighted_mean"' + FILE)]
     assert main(arguments) == 0
-    assert "personal: local test, weighted" in capsys.readouterr().out
+    assert "personal: weighted local test" in capsys.readouterr().out
     assert main([*arguments, "--resume", "--statistic", "mean"]) == 0
     assert "weighted" not in capsys.readouterr().out
     assert main([command, *vary, *_config(tmp_path, 'statistic = "median"' + FILE)]) != 0

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from pfl_ext.data.nests import arguments
 from pfl_ext.federation import Batch, Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 from pfl_ext.ops import distillation_loss
+from pfl_ext.ops.distillation import Soft
+from pfl_ext.tasks import Classification, MultiLabel, NextToken, Pixels, Task, outputs
 
 __all__ = ["PersFL"]
 
@@ -144,20 +148,19 @@ class PersFL(Method):
         if self.teacher == "last":
             client["teacher"], client["teacher_round"] = received["model"], torch.tensor([client.round])
         client.model.load(client["teacher"])
-        soft_labels, targets = client.outputs(client.train)
+        soft_labels, _ = client.outputs(client.train)
         # More than matrix products gains nothing: a batch of convolutions with a kernel each is slow on a CPU.
         batched = self.grid == "batched" or (self.grid == "auto" and _only_linear(client.model.module))
-        batched = batched and targets.dim() == 1
+        batched = batched and client.task == Classification()
         students = self._grid_at_once(client, soft_labels) if batched else self._one_by_one(client, soft_labels)
-        best = -math.inf
+        best, metric = math.nan, client.task.metric
         for (temperature, lam), student in zip(self.points(), students, strict=True):
             client.model.load(student)
-            logits, targets = client.outputs(client.validation)
-            accuracy = _accuracy(logits, targets)
-            if accuracy > best:
-                best = accuracy
+            found = client.metrics(client.validation)[metric]
+            if client.task.is_better(found, best):
+                best = found
                 client["personal"] = student
-                client.report |= {"temperature": temperature, "lambda": lam, "distilled_validation_accuracy": accuracy}
+                client.report |= {"temperature": temperature, "lambda": lam, f"distilled_validation_{metric}": found}
         client.report["teacher_round"] = float(client["teacher_round"])
 
     def _one_by_one(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
@@ -165,15 +168,8 @@ class PersFL(Method):
         for temperature, lam in self.points():
 
             def loss(logits: Tensor, batch: Batch, lam: float = lam, temperature: float = temperature) -> Tensor:
-                return distillation_loss(
-                    logits,
-                    teacher_logits[batch.rows],
-                    batch.targets,
-                    lam,
-                    temperature,
-                    soft=self.soft,  # type: ignore[arg-type]
-                    multilabel=batch.targets.dim() == 2,
-                )
+                teacher, soft = teacher_logits[batch.rows], cast(Soft, self.soft)
+                return _objective(client.task, logits, teacher, batch.targets, lam, temperature, soft)
 
             client.model.load(client["teacher"])
             steps = Steps(client, self, lr=self.distill_lr or None)
@@ -194,10 +190,11 @@ class PersFL(Method):
             for name, p in zip(names, model.trained, strict=True)
         }
         students = list(stacked.values())
-        sgd = Steps(client, self, params=students, lr=self.distill_lr or None)
+        expected = client.steps_of(self.batch_size, epochs=self.distill_epochs)
+        sgd = Steps(client, self, params=students, lr=self.distill_lr or None, expected=expected)
         temperature = teacher_logits.new_tensor([t for t, _ in points]).view(-1, 1, 1)
         lam = teacher_logits.new_tensor([x for _, x in points]).view(-1, 1, 1)
-        forward = vmap(lambda some, x: functional_call(model.module, some, (x,)), in_dims=(0, None))
+        forward = vmap(lambda some, x: outputs(functional_call(model.module, some, *arguments(x))), in_dims=(0, None))
         model.module.train()
         for batch in client.batches(self.batch_size, epochs=self.distill_epochs, name="distillation"):
             logits = forward(stacked, batch.inputs)
@@ -226,7 +223,20 @@ def _only_linear(module: nn.Module) -> bool:
     return all(isinstance(m, (nn.Linear, nn.ReLU, nn.Flatten, nn.Identity, nn.Tanh)) for m in leaves)
 
 
-def _accuracy(logits: Tensor, targets: Tensor) -> float:
-    if targets.dim() == 2:
-        return float(((logits > 0) == (targets > 0.5)).double().mean())
-    return float((logits.argmax(-1) == targets).double().mean())
+_FUSED = {Classification.loss, MultiLabel.loss, NextToken.loss, Pixels.loss}  # what the op has as its hard term
+
+
+def _objective(
+    task: Task, logits: Tensor, teacher: Tensor, targets: Tensor, lam: float, temperature: float, soft: Soft
+) -> Tensor:
+    """(1 - lam) of the task's loss and lam of the divergence from the teacher, of everything that has a class."""
+    several = isinstance(task, MultiLabel)
+    student, teacher = task.rows(logits), task.rows(teacher)
+    numbers = targets if several else targets.flatten()
+    if type(task).loss in _FUSED:
+        smoothing = task.label_smoothing if isinstance(task, Classification) else 0.0
+        return distillation_loss(
+            student, teacher, numbers, lam, temperature, soft, label_smoothing=smoothing, multilabel=several
+        )
+    imitation = distillation_loss(student, teacher, numbers, 1.0, temperature, soft, multilabel=several)
+    return (1 - lam) * task.loss(logits, targets) + lam * imitation

@@ -44,4 +44,4 @@ class PLGUGHN(LayerWise, PFedHN):
             scores = self.scores(params, received, groups, without)
             return self.perturb(params, gradients, groups, scores, backup)
 
-        return Steps(client, self, perturb=perturb, clip=self.clip).train()
+        return Steps(client, self, perturb=perturb).train()

@@ -109,7 +109,7 @@ class PLGULF(LayerWise, Method):
         """Algorithm 1: theta and w_k after the local steps."""
         model = client.model
         model.load(w)
-        other = model.copies()  # w_k; the working model is theta, and both change places for the second gradient
+        other = model.second()  # w_k; the working model is theta, and both change places for the second gradient
         model.load(theta)
         steps_of_theta, steps_of_w = Steps(client, self), Steps(client, self)
         params, backup = steps_of_w.params, None

@@ -1,7 +1,8 @@
 """Datasets as tensors, ways to share them among clients, augmentation."""
 
 from .augmentation import AUGMENTATIONS
-from .dataset import IGNORED, Dataset, Inputs
+from .dataset import IGNORED, Dataset
+from .nests import Inputs
 from .partition import Partition
 from .partitioners import PARTITIONERS
 from .sources import SOURCES, TEST_SOURCES, load, load_test

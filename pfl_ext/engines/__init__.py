@@ -5,6 +5,16 @@ from pfl_ext.federation import InProcess
 from .choice import EngineOptions, make_engine
 from .ranks import LostRank, restarted
 from .torchrun import Torchrun, lead
-from .workers import Workers
+from .workers import Workers, leave_if_imported_by_a_worker
 
-__all__ = ["EngineOptions", "InProcess", "LostRank", "Torchrun", "Workers", "lead", "make_engine", "restarted"]
+__all__ = [
+    "EngineOptions",
+    "InProcess",
+    "LostRank",
+    "Torchrun",
+    "Workers",
+    "lead",
+    "leave_if_imported_by_a_worker",
+    "make_engine",
+    "restarted",
+]

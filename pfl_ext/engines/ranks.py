@@ -184,7 +184,7 @@ class Ranks:
 
     def broadcast(self, vector: Tensor) -> None:
         """Rank 0's numbers for everybody."""
-        if vector.numel():
+        if vector.numel() and self.size > 1:
             with self._answered():
                 dist.broadcast(as_bytes(vector), 0)
             if self.rank == 0:
@@ -193,8 +193,9 @@ class Ranks:
     def gather_all(self, vector: Tensor) -> Tensor:
         """Everybody's vectors, of one size, one after the other."""
         found = torch.empty(self.size * vector.numel(), dtype=vector.dtype, device=vector.device)
+        places, own = as_bytes(found).view(self.size, -1), as_bytes(vector)
         with self._answered():
-            dist.all_gather(list(as_bytes(found).view(self.size, -1)), as_bytes(vector))
+            self._all_to_all(list(places), [own] * self.size, None)
         self.count("averages", (self.size - 1) * vector.nbytes)
         return found
 
@@ -217,9 +218,24 @@ class Ranks:
         """Bytes of ``parts``, so many for each rank; gives what each rank has for this one."""
         found = torch.empty(sum(coming), dtype=torch.uint8, device=parts.device)
         with self._answered():
-            dist.all_to_all_single(found, parts, list(coming), list(sizes), group=self.uplink)
+            self._all_to_all(list(found.split(list(coming))), list(parts.split(list(sizes))), self.uplink)
         self.count("uploads", sum(sizes) - sizes[self.rank])
         return found
+
+    def _all_to_all(self, into: list[Tensor], parts: list[Tensor], group: Any) -> None:
+        """Part r to rank r, for all at once."""
+        if into[0].device.type != "cpu":
+            dist.all_to_all(into, parts, group=group)
+            return
+        into[self.rank].copy_(parts[self.rank])
+        others = [r for r in range(self.size) if r != self.rank]
+        # All that is received is asked for before anything is sent. Gloo's own all-to-all sends first, and what tells
+        # the other side that it may send waits behind that: over a link of 20 Mbit/s it took twice as long.
+        under_way = [dist.irecv(into[r], r, group=group) for r in others if len(into[r])]
+        under_way += [dist.isend(parts[r], r, group=group) for r in others if len(parts[r])]
+        for work in under_way:
+            assert work is not None
+            work.wait()
 
     def count(self, kind: str, size: int) -> None:
         """Count bytes as sent: of a collective those that no algorithm can do without."""

@@ -228,7 +228,7 @@ class Torchrun(Here):
         ranks = self._ranks
         _check_device(plan.dataset.device, ranks)
         kept = plan.kept(plan.working_model())
-        size = plan.dataset.inputs.nbytes + plan.dataset.targets.nbytes
+        size = plan.dataset.nbytes
         self._free = not kept and size <= _WHOLE_DATA and ranks.size > 1
         costs = {k: len(rows.train) for k, rows in plan.rows.items()}
         self._owner = dealt(list(costs), list(costs.values()), ranks.size)

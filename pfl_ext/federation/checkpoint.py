@@ -265,8 +265,10 @@ def newest(folder: Path, identity: Mapping[str, Any]) -> tuple[dict[str, Any], d
     return None if found is None else found[1:]
 
 
-def _newest(folder: Path, identity: Mapping[str, Any]) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
-    paths = _all(folder)
+def _newest(
+    folder: Path, identity: Mapping[str, Any], only: Path | None = None
+) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
+    paths = _all(folder) if only is None else [only]
     for path in paths:
         try:
             content, tensors = _read(path)
@@ -280,7 +282,9 @@ def _newest(folder: Path, identity: Mapping[str, Any]) -> tuple[Path, dict[str, 
         if differing:
             raise ForeignCheckpoint(
                 f"{path} is of another run; they differ in "
-                + "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing[:4])
+                + "; ".join(
+                    f"{key}: {_short(theirs.get(key))} there, {_short(ours.get(key))} here" for key in differing
+                )
                 + ". Use the options of that run, or another output folder"
             )
         for name, ours_is in _versions().items():
@@ -295,6 +299,10 @@ def _newest(folder: Path, identity: Mapping[str, Any]) -> tuple[Path, dict[str, 
     if paths:
         raise DamagedCheckpoint(f"no checkpoint in {folder} is good; begin anew in another folder")
     return None
+
+
+def _short(value: Any) -> str:
+    return text if len(text := repr(value)) <= 60 else f"{text[:50]}..."
 
 
 class Checkpoints:
@@ -339,9 +347,9 @@ class Checkpoints:
         self._remember(save(self.folder, step, self.identity, state, tensors, shards, self._is_good))
         self._saved_at = time.monotonic()
 
-    def newest(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """State and tensors of the newest good one; see :func:`newest`."""
-        found = _newest(self.folder, self.identity)
+    def newest(self, only: Path | None = None) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """State and tensors of the newest good one, or of that one; see :func:`newest`."""
+        found = _newest(self.folder, self.identity, only)
         if found is None:
             return None
         self._remember(found[0])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pfl_ext.data import AUGMENTATIONS, Dataset
+from pfl_ext.data import AUGMENTATIONS, Dataset, Inputs
+from pfl_ext.data.nests import split
+from pfl_ext.data.placement import placed
 from pfl_ext.tasks import Task
 
+from .features import Features
 from .messages import Stage
 from .model import WorkingModel
 from .privacy import sampling, secure_uniform
@@ -24,15 +27,17 @@ _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained;
 _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
 
 
-def _split(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Parts of so many rows each. A split into one part, which small clients ask for, takes 5 us."""
-    return (rows,) if len(rows) <= size else rows.split(size)
+def _split(rows: Any, size: int, count: int) -> Sequence[Any]:
+    """Parts of so many of the ``count`` rows each. A split into one part, which small clients ask for, takes 5 us."""
+    if count <= size:
+        return (rows,)
+    return rows.split(size) if isinstance(rows, Tensor) else split(rows, size)
 
 
 class Batch(NamedTuple):
     """A mini-batch of a client's training data."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     rows: Tensor
     """Where the samples stand in ``client.train``, for what is kept for each of them (a teacher's logits)."""
@@ -91,6 +96,15 @@ class Client:
         self._most_steps: int | None = None
         self._most_samples: int | None = None
         self._set: dict[str, Tensor] = {}
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run has."""
+        return self._settings.rounds
+
+    def steps_of(self, batch_size: int, *, epochs: int = 1, steps: int | None = None) -> int:
+        """How many batches :meth:`batches` gives, but for what it leaves out."""
+        return epochs * -(-self.samples // batch_size) if steps is None else steps
 
     @property
     def samples(self) -> int:
@@ -180,9 +194,11 @@ class Client:
             ahead = max(1, _FETCHED_AHEAD // batch_size)
             if steps is not None and not until_arrival:
                 ahead = min(ahead, steps - taken)
-            for fetched in _split(torch.randperm(self.samples, generator=order), ahead * batch_size):
-                several = (fetched, *self._dataset.batch(self.train[fetched]))
-                for rows, inputs, targets in zip(*(_split(part, batch_size) for part in several), strict=True):
+            # Drawn on the host, so that batches are the same on every device, and brought there once a pass.
+            shuffled = placed(torch.randperm(self.samples, generator=order), self.train.device)
+            for fetched in _split(shuffled, ahead * batch_size, self.samples):
+                several, count = (fetched, *self._dataset.batch(self.train[fetched])), len(fetched)
+                for rows, inputs, targets in zip(*(_split(part, batch_size, count) for part in several), strict=True):
                     if skip_single and len(rows) == 1 and batch_size > 1:
                         continue
                     if drop_last and len(rows) < min(batch_size, self.samples):
@@ -206,13 +222,13 @@ class Client:
         for _ in range(epochs * batches if steps is None else steps):
             secure = self.privacy is not None and self.privacy.dp_secure
             drawn = 1 - secure_uniform(self.samples) if secure else torch.rand(self.samples, generator=order)
-            rows = (drawn < rate).nonzero().flatten()
+            rows = placed((drawn < rate).nonzero().flatten(), self.train.device)
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
             yield Batch(augmented(inputs), targets, rows)
 
-    def _augmentation(self, name: str) -> Callable[[Tensor], Tensor]:
+    def _augmentation(self, name: str) -> Callable[[Any], Any]:
         """What becomes of a batch's inputs, by a stream of its own."""
         if self._settings.augmentation == "none":
             return lambda inputs: inputs
@@ -223,6 +239,15 @@ class Client:
         """Outputs (logits, say) and targets of these samples by the working model as it is, in evaluation mode."""
         return current_outputs(self.model, self._dataset, indices)
 
+    def features(self, indices: Tensor, head: str = "") -> tuple[Tensor, Tensor]:
+        """What enters the head of the working model as it is, in evaluation mode, for these samples; and targets."""
+        with Features(self.model, head) as features:
+            return current_outputs(self.model, self._dataset, indices, predict=features)
+
+    def metrics(self, indices: Tensor) -> dict[str, float]:
+        """The task's metrics of the working model on these samples."""
+        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
+
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
         if len(indices) == 0:
@@ -232,15 +257,23 @@ class Client:
 
 @torch.no_grad()
 def current_outputs(
-    model: WorkingModel, dataset: Dataset, indices: Tensor, reduce: Reduce = lambda *both: both
+    model: WorkingModel,
+    dataset: Dataset,
+    indices: Tensor,
+    reduce: Reduce = lambda *both: both,
+    predict: Callable[[Inputs], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and targets of samples by a model as it is, in evaluation mode, or what ``reduce`` makes of them."""
+    """Outputs and targets of samples by a model as it is, in evaluation mode, or what ``reduce`` makes of them.
+
+    ``predict`` makes the outputs in place of the model.
+    """
+    predict = model if predict is None else predict
     training = model.module.training
     model.module.eval()
     parts, targets = [], []
     for part in indices.split(_EVALUATION_BATCH):
         x, y = dataset.batch(part)
-        found, y = reduce(model(x), y)
+        found, y = reduce(predict(x), y)
         parts.append(found)
         targets.append(y)
     model.module.train(training)

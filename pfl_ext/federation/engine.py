@@ -108,7 +108,7 @@ def in_files(
 ) -> Mapping[str, Vector]:
     """Vectors with those of at least ``large`` bytes in files of their own."""
     return {
-        name: MappedTensor.copy(vector, folder / f"{kind}-{name}-{request.client}-{request.round}")
+        name: MappedTensor.copy(vector, folder / f"{kind}-{name.replace('/', '-')}-{request.client}-{request.round}")
         if vector.nbytes >= large
         else vector
         for name, vector in vectors.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,13 +26,15 @@ from .identity import identity_of
 from .interruption import Interrupted, interruptible
 from .messages import Diverged, Request
 from .method import Method
+from .model import WorkingModel
 from .plan import Plan
 from .requirements import check_batch, check_buffers, check_run, usable_device
 from .rounds import Asynchronous, Round, Synchronous, diverged, members, received
-from .runtime import seed_layers, threads
+from .runtime import ClientRuntime, seed_layers, state_of, threads
 from .server import Server
 from .settings import Settings
 from .state import RunState
+from .store import ClientStore
 from .streams import seed_of
 
 __all__ = ["Federation", "Record"]
@@ -99,7 +102,7 @@ class Federation:
         self.server = Server(self.task, module, s, partition.clients, unlabelled, held_out)
         kind: type[Synchronous | Asynchronous] = Synchronous if method.buffer is None else Asynchronous
         samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
-        rounds = kind(method, s, self.engine, samples, clock)
+        rounds = kind(method, s, self.server, self.engine, samples, clock)
         self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds)
         check_batch(self.task, self.server.model, self.dataset, partition)
         method.set_up(self.server)
@@ -108,6 +111,7 @@ class Federation:
         self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
         if self._checkpoints is not None and not resume:
             self._checkpoints.begin()
+        self._plan = plan
         self.engine.start(plan)
         self._state = RunState(self.server, self.engine, rounds, partition.clients)
         has_global_model = method.global_model(self.server, self.server.model) is not None
@@ -171,6 +175,7 @@ class Federation:
     def _one_round(self) -> Record:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
+        self.server.begin(t, members(s, self.partition.clients, t))
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
             self._state.reports.update(client, report)
@@ -207,9 +212,8 @@ class Federation:
 
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
-        self.server.begin(t, members(self.settings, self.partition.clients, t))
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
-            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
+            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.device)
             self.method.aggregate(self.server, round.uploads)
         self._names |= {name for reply in round.replies for name in reply.received}
         for name in self._names & self.server.keys():
@@ -225,6 +229,53 @@ class Federation:
             self._state.dropped_last += [reply.client] if diverged(self.settings, reply) else []
             self._state.reports.update(reply.client, reply.report)
         self._state.personalized = group.stop
+
+    # ---- models ------------------------------------------------------------------------------------------------------
+
+    def global_model(self) -> nn.Module:
+        """The network as the global model has it: a copy with all parameters and buffers, frozen ones too, to evaluate.
+
+        Raises:
+            ValueError: the method has no global model.
+        """
+        state = self.method.global_model(self.server, self.server.model)
+        if state is None:
+            raise ValueError(f"{self.method.name} has no global model; personal_model(client) gives a client's")
+        return self._module_of(state)
+
+    def personal_model(self, client: int) -> nn.Module:
+        """The same of a client's personal model; of a method that trains none, the global one as that client has it.
+
+        Raises:
+            ValueError: there is no such client, or it has no model.
+        """
+        if not 0 <= client < self.partition.clients:
+            raise ValueError(f"client is {client}; the run has clients 0 to {self.partition.clients - 1}")
+        with torch.random.fork_rng(devices=[]):
+            runtime = self._runtime()
+            models = runtime.models(*runtime.begin(Request(client, self.round, "evaluate")))
+        if not models:
+            raise ValueError(f"{self.method.name} has neither a personal nor a global model")
+        name = next((name for name in ("personal", "global") if name in models), next(iter(models)))
+        return self._module_of(state_of(name, models[name]))
+
+    def _runtime(self) -> ClientRuntime:
+        """A runtime of all clients in this process."""
+        if isinstance(self.engine, InProcess):
+            self.engine.publish(self.server)
+            return self.engine.runtime
+        plan = dataclasses.replace(self._plan, module=copy.deepcopy(self._plan.module))
+        store = ClientStore(len(plan.rows), plan.kept(plan.working_model()))
+        store.restore(self.engine.state())
+        runtime = ClientRuntime(plan, store)
+        runtime.server = self.server
+        return runtime
+
+    def _module_of(self, state: Tensor) -> nn.Module:
+        module = copy.deepcopy(self.server.model.module)
+        s = self.settings
+        WorkingModel(module, s.local_buffers, s.server_buffers).load(state)
+        return module.to(memory_format=torch.contiguous_format).eval()
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -245,9 +296,16 @@ class Federation:
         if self._state.personalized and self.round < self.settings.rounds:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
 
-    def read(self, folder: Path | str) -> None:
-        """Take over what the newest good checkpoint of a run's folder holds, to look at it; nothing there changes."""
-        found = Checkpoints(Path(folder) / "checkpoints", self.identity).newest()
+    def read(self, folder: Path | str, checkpoint: Path | None = None, device: str | None = None) -> None:
+        """Take over what the newest good checkpoint of a run's folder holds, to look at it; nothing there changes.
+
+        Args:
+            folder: the run's.
+            checkpoint: that one of the folder in place of the newest.
+            device: that of the run, where it is not this one's: what is only looked at may be looked at anywhere.
+        """
+        identity = self.identity | {"device": device or self.settings.device}
+        found = Checkpoints(Path(folder) / "checkpoints", identity).newest(checkpoint)
         if found is None:
             raise FileNotFoundError(f"{folder} has no checkpoint")
         self._restore(*found)

@@ -12,12 +12,16 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from pfl_ext.data import Inputs
+from pfl_ext.data.nests import arguments, mapped, split
 from pfl_ext.nn import FrozenBatchNorm2d
+from pfl_ext.tasks import outputs
 
 from .model import WorkingModel
 from .settings import Privacy
@@ -59,7 +63,7 @@ def refuse_batch_norm(module: nn.Module) -> None:
 def private_gradients(
     model: WorkingModel,
     params: Sequence[Tensor],
-    inputs: Tensor,
+    inputs: Inputs,
     targets: Tensor,
     loss: Callable[[Tensor, Tensor], Tensor],
     privacy: Privacy,
@@ -85,15 +89,16 @@ def private_gradients(
     names = {id(p): name for name, p in model.module.named_parameters()}
     values = {names[id(p)]: p.detach() for p in params}
 
-    def of_one(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return loss(functional_call(model.module, values, (x[None],)), y[None])
+    def of_one(values: dict[str, Tensor], x: Any, y: Tensor) -> Tensor:
+        given, by_name = arguments(mapped(lambda leaf: leaf[None], x))
+        return loss(outputs(functional_call(model.module, values, given, by_name)), y[None])
 
     each = vmap(grad_and_value(of_one), in_dims=(None, 0, 0), randomness="different")
     sums = {name: torch.zeros_like(value) for name, value in values.items()}
     total = torch.zeros((), dtype=model.dtype, device=model.device)
     at_once = max(1, _NUMBERS // sum(value.numel() for value in values.values()))
-    for x, y in zip(inputs.split(at_once), targets.split(at_once), strict=True):
-        if len(x) == 0:
+    for x, y in zip(split(inputs, at_once), targets.split(at_once), strict=True):
+        if len(y) == 0:
             break
         gradients, losses = each(values, x, y)
         norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
@@ -109,7 +114,7 @@ def private_gradients(
         else:
             random = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=noise.device).to(value.device)
         found.append((value + scale * random) / expected)
-    return total / max(1, len(inputs)), found
+    return total / max(1, len(targets)), found
 
 
 def secure_uniform(count: int) -> Tensor:

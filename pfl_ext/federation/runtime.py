@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -9,18 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from pfl_ext.data import Dataset
+from pfl_ext.data import Dataset, Inputs
 from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
 from .client import Client, current_outputs
 from .mapped import opened
 from .messages import Diverged, Reply, Request, Stage, Vector, Work
+from .method import Models, Predictor
 from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
 
-__all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads"]
+__all__ = ["ClientRuntime", "Deliver", "seed_layers", "state_of", "threads"]
 
 Vectors = Mapping[str, Tensor]
 Deliver = Callable[[Request, str, Vectors], Mapping[str, Vector]]
@@ -54,6 +56,20 @@ def seed_layers(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+def state_of(name: str, model: Tensor | Predictor) -> Tensor:
+    """A model of a client as a state of the network.
+
+    Raises:
+        ValueError: it is no such state.
+    """
+    if isinstance(model, Tensor):
+        return model
+    raise ValueError(
+        f"the {name} model of this method is not one network's weights but a prediction made of several, or of samples "
+        "that the client keeps; accepted are models that are a state of the network"
+    )
 
 
 class ClientRuntime:
@@ -212,11 +228,18 @@ class ClientRuntime:
 
     # ---- evaluating --------------------------------------------------------------------------------------------------
 
-    def models(self, client: Client, received: Vectors) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Vectors) -> Models:
         """A client's models by name, the global one first."""
         shared = self.method.global_model(self.server, self.model)
-        found = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
-        return found | self.method.models(client, received)
+        found: Models = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
+        return found | dict(self.method.models(client, received))
+
+    def _predictor(self, model: Tensor | Predictor) -> Callable[[Inputs], Tensor]:
+        """What makes outputs of inputs: the working model with this state, or what the method has in its place."""
+        if isinstance(model, Tensor):
+            self.model.load(model)
+            return self.model
+        return functools.partial(model, self.model)
 
     def _evaluate(self, request: Request, client: Client, received: Vectors) -> Reply:
         """Metrics of the client's models; nothing that is kept changes."""
@@ -224,16 +247,16 @@ class ClientRuntime:
         splits = ("test", "validation") + (("train",) if s.evaluate_train else ())
         reply = Reply(client.index)
         outputs: dict[tuple[str, str], list[Tensor]] = {}
-        for name, state in self.models(client, received).items():
-            self.model.load(state)
+        for name, model in self.models(client, received).items():
+            predict = self._predictor(model)
             sets = {split: [(self.plan.dataset, getattr(client, split))] for split in splits}
             if s.personal_global_test and (name == "personal" or (name == "global" and s.prediction_distance)):
                 # Extra test sets once: CIFAR-10-C has 950,000 images, for every client's model.
                 last = request.round == s.rounds
                 sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
             for split, parts in sets.items():
-                results = [self._outputs(data, rows) for data, rows in parts if len(rows)]
-                if any(bool(outputs.isnan().any()) for outputs, _ in results):
+                results = [self._outputs(data, rows, predict) for data, rows in parts if len(rows)]
+                if any(bool(found.isnan().any()) for found, _ in results):
                     # NaN is no accuracy of 0: the model is named, or left out.
                     reply.error = reply.error or Diverged(
                         client.index, client.round, f"{name} model's output on {split}"
@@ -254,9 +277,11 @@ class ClientRuntime:
                 reply.metrics[name, split] |= mean_metrics(apart)
         return reply
 
-    def _outputs(self, dataset: Dataset, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What the task's metrics need of the working model on these samples."""
-        return current_outputs(self.model, dataset, rows, self.task.reduce)
+    def _outputs(
+        self, dataset: Dataset, rows: Tensor, predict: Callable[[Inputs], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the task's metrics need of these samples, by the working model or by what predicts in its place."""
+        return current_outputs(self.model, dataset, rows, self.task.reduce, predict)
 
     def _test(self, request: Request) -> Reply:
         """What the global model makes of samples that belong to no client."""

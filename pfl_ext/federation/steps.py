@@ -8,12 +8,14 @@ from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pfl_ext.ops import lwsam_perturb_, restore_
 from pfl_ext.optim.proximal import momentum_step_
 
 from .client import Batch, Client
 from .method import Method
+from .optimizers import made_optimizer, scheduled
 from .privacy import PRIVATE_STEPS, epsilon, private_gradients, sampling
 
 __all__ = ["Loss", "Perturb", "Steps", "fine_tune", "local_length", "mean_loss", "sam"]
@@ -59,13 +61,21 @@ class Steps:
         anchor: w, a state of the whole model or a tensor for each parameter.
         lam: :math:`\lambda`.
         perturb: moves v before a second gradient of the same batch, which the step then takes; see :func:`sam`.
-        clip: the largest norm of a step's gradient of L, which is shortened to it; 0: any.
         add: a, a tensor for each parameter, such as a control variate; None: nothing. It is added after clipping and
             after the noise of differential privacy.
+        expected: how many steps a turn has, for a step size that changes over them; by default a step for each of the
+            batches of the method's turn.
+
+    The optimiser is the method's. Of Adam and others the gradient has the proximal term in it, and their state lives
+    for the turn, as momentum does. Gradients of L are shortened to the method's ``clip``, whoever takes the step.
 
     Attributes:
         params: what is trained.
         taken: how many steps were taken.
+        accumulated: :math:`\|a\|_1`, how often all gradients together are in what the steps of SGD changed, in units of
+            the step size: the s-th of :math:`\tau` gradients with momentum :math:`\rho` and the step size
+            :math:`\eta f_s` is in it :math:`a_s = \sum_{r \ge s} f_r \rho^{r - s}` times. Without either it is
+            ``taken``.
     """
 
     def __init__(
@@ -79,8 +89,8 @@ class Steps:
         anchor: Tensor | Sequence[Tensor] | None = None,
         lam: float = 0.0,
         perturb: Perturb | None = None,
-        clip: float = 0.0,
         add: Sequence[Tensor] | None = None,
+        expected: int | None = None,
     ) -> None:
         """See the class."""
         self.client, self.method = client, method
@@ -98,9 +108,32 @@ class Steps:
             "weight_decay": method.weight_decay if weight_decay is None else weight_decay,
             "lam": lam,
         }
-        self._perturb, self._clip = perturb, clip
+        self._optimizer = made_optimizer(
+            method.optimizer, self.params, self._options["lr"], self._options["weight_decay"]
+        )
+        self._perturb, self._expected = perturb, expected
         self._backup: Tensor | None = None
-        self.taken = 0
+        self._scheduled = method.lr_steps != "constant" or method.lr_warmup_steps > 0
+        self._of_round = self._round_factor()
+        self.taken, self.accumulated, self._along = 0, 0.0, 0.0
+
+    def _round_factor(self) -> float:
+        """What the step size is multiplied with in this round; a turn after the last round is in none."""
+        client, m = self.client, self.method
+        if client.stage == "finish":
+            return 1.0
+        return scheduled(m.lr_rounds, client.round - 1, client.rounds, m.lr_warmup_rounds, m.lr_drop_every, m.lr_drop)
+
+    def _factor(self) -> float:
+        """What the step size of the next step is multiplied with."""
+        if not self._scheduled:
+            return self._of_round
+        m = self.method
+        if self._expected is None:
+            self._expected = self.client.steps_of(m.batch_size, **local_length(m))
+        return self._of_round * scheduled(
+            m.lr_steps, self.taken, self._expected, m.lr_warmup_steps, m.lr_drop_every, m.lr_drop
+        )
 
     def gradients(self, batch: Batch, loss: Loss | None = None) -> tuple[Tensor, list[Tensor]]:
         """The loss of a batch, without a graph, and its gradients in the parameters."""
@@ -109,16 +142,39 @@ class Steps:
         return objective.detach(), list(torch.autograd.grad(objective, self.params, materialize_grads=True))
 
     def step(self, gradients: list[Tensor]) -> None:
-        """A step along these gradients."""
+        """A step along these gradients of L."""
         if self.taken == 0:
             self.client.trains(self.params)
+        if self.method.clip != 0:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            # As torch's clip_grad_norm_, but not in place: autograd may have given one tensor to two parameters.
+            gradients = list(torch._foreach_mul(gradients, (self.method.clip / (norm + 1e-6)).clamp(max=1.0)))
         if self._add is not None:
             # Not in place: two parameters that are added up may have one gradient between them.
             gradients = list(torch._foreach_add(gradients, self._add))
-        momentum_step_(
-            self.params, gradients, self._anchors, self._momentum, momentum=self.method.momentum, **self._options
-        )
+        factor, momentum = self._factor(), self.method.momentum
+        if self._optimizer is None:
+            options = self._options if factor == 1 else {**self._options, "lr": factor * self._options["lr"]}
+            momentum_step_(self.params, gradients, self._anchors, self._momentum, momentum=momentum, **options)
+        else:
+            self._step_of(self._optimizer, gradients, factor)
         self.taken += 1
+        self._along = momentum * self._along + 1
+        self.accumulated += factor * self._along
+
+    @torch.no_grad()
+    def _step_of(self, optimizer: Optimizer, gradients: list[Tensor], factor: float) -> None:
+        """A step of torch's or of the user's."""
+        if self._anchors:
+            apart = torch._foreach_sub(self.params, list(self._anchors))
+            gradients = list(torch._foreach_add(gradients, apart, alpha=self._options["lam"]))
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        for p, g in zip(self.params, gradients, strict=True):
+            p.grad = g
+        optimizer.step()
+        for p in self.params:
+            p.grad = None
 
     def take(self, batch: Batch, loss: Loss | None = None) -> Tensor:
         """A whole step on a batch; returns the loss where it began."""
@@ -127,25 +183,21 @@ class Steps:
             self._backup = self._perturb(self.params, gradients, self._backup)
             _, gradients = self.gradients(batch, loss)
             restore_(self.params, self._backup)
-        self._clipped_step(gradients)
+        self.step(gradients)
         return objective
 
-    def _clipped_step(self, gradients: list[Tensor]) -> None:
-        if self._clip != 0:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            # As torch's clip_grad_norm_, but not in place: autograd may have given one tensor to two parameters.
-            gradients = list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
-        self.step(gradients)
-
-    def train(self, loss: Loss | None = None, *, epochs: int | None = None, batches: str = "batches") -> float:
+    def train(
+        self, loss: Loss | None = None, *, epochs: int | None = None, steps: int = 0, batches: str = "batches"
+    ) -> float:
         r"""Steps on L for a turn's length.
 
         Where the run is differentially private the gradients are those of :func:`~.privacy.private_gradients`; the
-        proximal term, momentum and weight decay see nothing of the data but them.
+        proximal term, momentum, weight decay and the optimiser see nothing of the data but them.
 
         Args:
             loss: L; by default that of the task.
-            epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
+            epochs, steps: passes over the data, or so many steps, in place of the method's ``local_epochs`` or
+                ``local_steps``.
             batches: the stream that orders the batches.
 
         Returns:
@@ -153,6 +205,10 @@ class Steps:
         """
         client, method = self.client, self.method
         length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+        if steps:
+            length = {"steps": steps}
+        if self._expected is None and self._scheduled:
+            self._expected = client.steps_of(method.batch_size, **length)
         client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
@@ -164,7 +220,8 @@ class Steps:
         assert privacy is not None
         if loss is not None or self._perturb is not None:
             raise ValueError(
-                "differential privacy is for plain SGD on the loss of the task: this training has another loss or steps"
+                "differential privacy is for steps on the loss of the task: this training has another loss, or takes a "
+                "gradient elsewhere"
             )
         rate, _ = sampling(client.samples, method.batch_size)
         noise, losses = client.stream(f"{batches}/noise"), []
@@ -173,7 +230,7 @@ class Steps:
                 client.model, self.params, batch.inputs, batch.targets, client.task.loss, privacy,
                 client.samples * rate, noise,
             )  # fmt: skip
-            self._clipped_step(gradients)
+            self.step(gradients)
             losses.append(objective)
         # One sum of all steps, whatever they trained; and one of those before the upload.
         taken = torch.tensor([len(losses), len(losses) * (client.stage == "train")])
@@ -187,7 +244,7 @@ def mean_loss(losses: Iterable[Tensor]) -> float:
     """The mean of the losses of a turn's steps, NaN without any. Read once, at the end: a step waits for nothing."""
     total, steps = torch.zeros(()), 0
     for loss in losses:
-        total = total.to(loss.device) if steps == 0 else total
+        total = torch.zeros((), device=loss.device) if steps == 0 else total
         total += loss
         steps += 1
     return float(total) / steps if steps else math.nan

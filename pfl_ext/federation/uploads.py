@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -105,15 +105,21 @@ class Uploads:
         vectors: Sequence[Mapping[str, Vector]],
         staleness: list[int] | None = None,
         access: VectorAccess | None = None,
+        weighting: str = "paper",
     ) -> None:
         """Made by the round."""
+        self._weighting = weighting
         self.clients, self.samples, self._vectors = clients, samples, vectors
         self.staleness = [0] * len(clients) if staleness is None else staleness
         self._access: VectorAccess = Here() if access is None else access
 
     def average(self, name: str = "model", *, equally: bool = False) -> Tensor:
-        r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their plain mean."""
-        weights = [1] * len(self) if equally else self.samples
+        r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their plain mean.
+
+        ``equally`` is what the method's paper has; the method's option ``weighting`` may say otherwise.
+        """
+        alike = equally if self._weighting == "paper" else self._weighting == "equal"
+        weights = [1] * len(self) if alike else self.samples
         return self._access.average([vectors[name] for vectors in self._vectors], weights)
 
     def sum(self, name: str, weights: Sequence[float]) -> Tensor:
@@ -134,6 +140,11 @@ class Uploads:
             rows: indices of its samples.
         """
         return self._access.outputs([vectors[name] for vectors in self._vectors], model, data, rows)
+
+    def one_by_one(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Each client and its vector, which is fetched when its turn comes: never are all in memory for this."""
+        for client, vectors in zip(self.clients, self._vectors, strict=True):
+            yield client, self._access.fetch(vectors[name])
 
     def __len__(self) -> int:
         """How many clients sent something."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.federation import Client, ClientRuntime, Method, Plan, Settings, stream, threads
 from pfl_ext.federation.mapped import opened
+from pfl_ext.federation.method import Models
 from pfl_ext.options import of_signature
 from pfl_ext.tasks import Task
 
@@ -68,10 +69,10 @@ class _Runtime(ClientRuntime):
     shared: Tensor | None = None
     """The global model."""
 
-    def models(self, client: Client, received: Any) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Any) -> Models:
         """A client's models by name, the global one first."""
-        found = {} if self.shared is None else {"global": self._with_own_buffers(client, self.shared)}
-        return found | self.method.models(client, received)
+        found: Models = {} if self.shared is None else {"global": self._with_own_buffers(client, self.shared)}
+        return found | dict(self.method.models(client, received))
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
@@ -19,7 +20,7 @@ from pfl_ext.federation import ClientRuntime, ClientStore, Diverged, Federation,
 from pfl_ext.ops import all_finite
 
 from .arrays import copied, record_of
-from .grid import arriving
+from .grid import arriving, content_of
 from .records import question_of, read_answer, read_reply, request_of
 
 __all__ = ["GridEngine", "Introduction", "Lost"]
@@ -182,7 +183,7 @@ class GridEngine(Here):
         for place, answer in zip(places, self._exchange(sent), strict=True):
             answers[place] = answer
         replies = [self._reply(request, answer) for request, answer in zip(requests, answers, strict=True)]
-        _leave_out_others(requests, replies)
+        _leave_out_others(requests, replies, self._sizes())
         for reply in replies:
             if isinstance(reply.error, Lost):
                 log(WARNING, "%s", reply.error)
@@ -190,6 +191,10 @@ class GridEngine(Here):
         if requests and requests[0].stage == "train" and len(lost) == len(requests):
             raise lost[0]
         yield from replies
+
+    def _sizes(self) -> set[int]:
+        """Of models and parts of models: the server has vectors of them, or a row for each client."""
+        return {self._runtime.model.size} | {vector.shape[-1] for vector in self._server.values() if vector.dim()}
 
     def _received(self, request: Request) -> dict[str, Tensor]:
         if request.received is not None:
@@ -310,9 +315,7 @@ def _content(answer: Message | str) -> RecordDict:
     """
     if isinstance(answer, str):
         raise ValueError(answer)
-    if answer.has_error():
-        raise ValueError(f"it answered with an error: {answer.error.reason}")
-    return answer.content
+    return content_of(answer)
 
 
 def _plain(answer: Message | str) -> dict[str, Any]:
@@ -342,24 +345,38 @@ def _introduction(node: int, content: RecordDict) -> Introduction:
         raise ValueError(f"it does not say what it is: {type(error).__name__} {error}") from None
 
 
-def _leave_out_others(requests: Sequence[Request], replies: list[Reply]) -> None:
-    """Leave out uploads with other names, shapes or types than most have: they cannot be averaged."""
+def _leave_out_others(requests: Sequence[Request], replies: list[Reply], sizes: Set[int]) -> None:
+    """Leave out uploads that cannot be averaged with those of most: other names or types, or another size of a model.
+
+    Args:
+        requests: what was asked.
+        replies: in their order; those left out are replaced.
+        sizes: of models and of their parts. A vector of another size is what a method likes it to be.
+    """
     if not requests or requests[0].stage != "train":
         return
-    kinds = [
-        tuple(sorted((name, tuple(v.shape), str(v.dtype)) for name, v in reply.sent.items() if isinstance(v, Tensor)))
-        for reply in replies
-    ]
-    counts = Counter(kind for kind, reply in zip(kinds, replies, strict=True) if reply.error is None)
-    if len(counts) < 2:
+    arrived = [place for place, reply in enumerate(replies) if reply.error is None]
+    kinds = {place: _kinds(replies[place]) for place in arrived}
+    usual = Counter(tuple(sorted((n, dtype) for n, (_, dtype) in kinds[i].items())) for i in arrived).most_common(1)
+    if not usual:
         return
-    usual = counts.most_common(1)[0][0]
-    for place, (kind, reply) in enumerate(zip(kinds, replies, strict=True)):
-        if reply.error is None and kind != usual:
-            said = f"it sent {_shown(kind)}, and most sent {_shown(usual)}"
-            replies[place] = Reply(reply.client, error=Lost(reply.client, requests[place].round, said))
+    names = dict(usual[0][0])
+    shapes = {n: Counter(k[n][0] for k in kinds.values() if n in k).most_common(1)[0][0] for n in names}
+    for place in arrived:
+        found, request = kinds[place], requests[place]
+        wrong = {n: dtype for n, (_, dtype) in found.items()} != names or any(
+            found[n][0] != shape for n, shape in shapes.items() if math.prod(shape) in sizes
+        )
+        if wrong:
+            most = {n: (shapes[n], dtype) for n, dtype in names.items()}
+            said = f"it sent {_shown(found)}, and most sent {_shown(most)}"
+            replies[place] = Reply(request.client, error=Lost(request.client, request.round, said))
 
 
-def _shown(kind: tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
-    text = ", ".join(f"{name} {list(shape)} of {dtype}" for name, shape, dtype in kind) or "nothing"
+def _kinds(reply: Reply) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for name, v in reply.sent.items()}
+
+
+def _shown(kinds: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+    text = ", ".join(f"{name} {list(shape)} of {dtype}" for name, (shape, dtype) in sorted(kinds.items())) or "nothing"
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-__all__ = ["ArrivingGrid", "arriving"]
+__all__ = ["ArrivingGrid", "arriving", "content_of"]
 
 _POLLS = (0.02, 1.0)  # seconds between two looks for replies: at first, and at most
 
@@ -27,6 +27,18 @@ def arriving(grid: Grid, waiting: set[str], timeout: float | None) -> Iterator[M
             time.sleep(pause)
 
 
+def content_of(reply: Message) -> RecordDict:
+    """What is in a reply.
+
+    Raises:
+        ValueError: it is an error; the message has the last line of it, which says what went wrong.
+    """
+    if reply.has_error():
+        lines = [line.strip() for line in str(reply.error.reason).splitlines() if line.strip()]
+        raise ValueError(f"it answered with an error: {lines[-1][:300] if lines else reply.error.code}")
+    return reply.content
+
+
 class ArrivingGrid(Grid):
     """Another grid whose :meth:`send_and_receive` does not wait for the last reply to hand on the first."""
 
@@ -36,7 +48,7 @@ class ArrivingGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """The replies as they arrive."""
-        return arriving(self._grid, {name for name in self._grid.push_messages(messages) if name}, timeout)
+        return arriving(self, {name for name in self.push_messages(messages) if name}, timeout)
 
     def set_run(self, run: Any) -> None:
         """As the grid's own."""

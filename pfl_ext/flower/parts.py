@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.experiment import SECTIONS, Experiment
+from pfl_ext.experiment import Experiment
 from pfl_ext.federation import Method, Settings, WorkingModel
+from pfl_ext.sections import SECTIONS
 from pfl_ext.tasks import Task, task_of
 
 __all__ = ["Given", "Network", "Parts", "Whole", "network_digest"]

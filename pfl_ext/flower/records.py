@@ -48,7 +48,10 @@ def read_question(content: RecordDict) -> dict[str, Any]:
     text = None if record is None else record.get("json")
     if not isinstance(text, str):
         raise ValueError("the message is not one of pfl_ext: it has no record of that name with JSON in it")
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("the message holds JSON that is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError(f"the message holds a {type(found).__name__}; a table is accepted")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_average
 
 from .arrays import copied, record_of, viewed
-from .grid import ArrivingGrid
+from .grid import ArrivingGrid, content_of
 
 __all__ = ["FusedFedAvg", "read_arrays", "write_arrays"]
 
@@ -35,6 +35,15 @@ def write_arrays(model: nn.Module | Mapping[str, Tensor]) -> ArrayRecord:
     return record_of(model.state_dict() if isinstance(model, nn.Module) else model)
 
 
+class _Client(NamedTuple):
+    """What a client sent."""
+
+    node: int
+    model: dict[str, Tensor]
+    weight: float
+    metrics: RecordDict
+
+
 class FusedFedAvg(FedAvg):
     """Flower's FedAvg with the average of this package: one pass over what the clients sent, where it lies.
 
@@ -49,6 +58,9 @@ class FusedFedAvg(FedAvg):
         streaming: add up uploads as they arrive and forget them, in the memory of one model. The order of the sum is
             that of arrival then, and its last bits depend on it. Use :meth:`start` as ever.
         fedavg: the options of Flower's FedAvg.
+
+    Attributes:
+        report: numbers that :meth:`combine` adds to the round's metrics.
     """
 
     def __init__(self, *, lr: float = 1.0, nonfinite: str = "skip", streaming: bool = False, **fedavg: Any) -> None:
@@ -61,6 +73,7 @@ class FusedFedAvg(FedAvg):
         if streaming and lr != 1.0:
             raise ValueError(f"lr is {lr} with streaming; 1 is accepted there")
         self.lr, self.nonfinite, self.streaming = lr, nonfinite, streaming
+        self.report: dict[str, float] = {}
         self._arrays = ArrayRecord()
         self._asked: set[int] = set()
 
@@ -85,51 +98,92 @@ class FusedFedAvg(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The new model and the clients' metrics; None where no reply is usable."""
-        models, weights, metrics, stream = list[dict[str, Tensor]](), list[float](), list[RecordDict](), None
-        for model, weight, metric in self._usable(server_round, replies):
-            weights.append(weight)
-            metrics.append(metric)
-            if self.streaming:
-                stream = stream or StreamingAverage()
-                stream.add(model, weight)
-            else:
-                models.append(model)
-        if not weights or sum(weights) <= 0:
-            return None, None
-        if stream is not None:
-            average = stream.result()
-        elif self.lr == 1.0:
-            average = weighted_average(models, weights)
+        clients = list[_Client]()
+        stream = StreamingAverage() if self.streaming else None
+        for client in self._usable(server_round, replies):
+            clients.append(client)
+            if stream is not None and self._finite(server_round, client):
+                stream.add(client.model, client.weight)
+                client.model.clear()  # Flower's bytes go with it
+            elif stream is not None:
+                clients.pop()
+        if stream is None:
+            average = self._average(server_round, clients)
         else:
-            average = server_update(viewed(self._arrays), models, weights, lr=self.lr)
-        return record_of(average), self.train_metrics_aggr_fn(metrics, self.weighted_by_key)
+            average = stream.result() if sum(client.weight for client in clients) > 0 else None
+        if average is None:
+            return None, None
+        self.report.clear()
+        new = self.combine(average, [client.model for client in clients], [client.weight for client in clients])
+        told = self.train_metrics_aggr_fn([client.metrics for client in clients], self.weighted_by_key)
+        told.update(self.report)
+        return record_of(new), told
 
-    def _usable(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Iterator[tuple[dict[str, Tensor], float, RecordDict]]:
-        """The model, weight and metrics of each client that can be averaged; the others are named."""
-        expected = viewed(self._arrays)
+    def combine(
+        self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """The new model: to be extended by strategies that do more than average.
+
+        Args:
+            average: of the models that usable clients sent.
+            models: these; empty ones with ``streaming``. They lie where Flower has put them: read them, and copy what
+                you would change.
+            weights: of each.
+        """
+        if self.lr == 1.0:
+            return average
+        new: dict[str, Tensor] = server_update(self.server, [average], lr=self.lr)
+        return new
+
+    def _average(self, server_round: int, clients: list[_Client]) -> dict[str, Tensor] | None:
+        """The average of clients; those with infinity or NaN are taken out of the list, as the policy says."""
+        while sum(client.weight for client in clients) > 0:
+            found: dict[str, Tensor] = weighted_average(
+                [client.model for client in clients], [client.weight for client in clients]
+            )
+            # One look at the average saves one at every client: infinity and NaN would be in it.
+            if self.nonfinite == "propagate" or all_finite(*found.values()):
+                return found
+            finite = [client for client in clients if self._finite(server_round, client)]
+            if len(finite) == len(clients):  # the sum is too large, and none of its terms
+                return found
+            clients[:] = finite
+        return None
+
+    def _finite(self, server_round: int, client: _Client) -> bool:
+        """Whether a client stays; the policy may be to end the run where not."""
+        if self.nonfinite == "propagate" or all_finite(*client.model.values()):
+            return True
+        if self.nonfinite == "raise":
+            said = f"node {client.node} sent infinity or NaN in round {server_round}"
+            raise ValueError(f"{said}; nonfinite='skip' leaves such clients out")
+        log(WARNING, "round %s: node %s is left out: it sent infinity or NaN", server_round, client.node)
+        return False
+
+    @property
+    def server(self) -> dict[str, Tensor]:
+        """The model that the clients began the round with; not to be changed in place."""
+        return viewed(self._arrays)
+
+    def _usable(self, server_round: int, replies: Iterable[Message]) -> Iterator[_Client]:
+        """Each client that can be averaged; the others are named."""
+        expected = self.server
         missing = set(self._asked)
         names: set[str] | None = None  # of the metrics
         for reply in replies:
             node = reply.metadata.src_node_id
             missing.discard(node)
             try:
-                model, weight, metric = self._read(reply, expected)
-                if names is not None and set(metric) != names:
-                    raise ValueError(f"its metrics are {sorted(metric)}; those of the first are {sorted(names)}")
+                model, weight, metrics = self._read(reply, expected)
+                if names is not None and set(metrics) != names:
+                    raise ValueError(f"its metrics are {sorted(metrics)}; those of the first are {sorted(names)}")
             except ValueError as error:
                 log(WARNING, "round %s: node %s is left out: %s", server_round, node, error)
                 continue
-            if self.nonfinite != "propagate" and not all_finite(*model.values()):
-                if self.nonfinite == "raise":
-                    raise ValueError(
-                        f"node {node} sent infinity or NaN in round {server_round}; nonfinite='skip' leaves it out"
-                    )
-                log(WARNING, "round %s: node %s is left out: it sent infinity or NaN", server_round, node)
-                continue
-            names = set(metric)
-            yield model, weight, RecordDict({"metrics": metric})
+            names = set(metrics)
+            yield _Client(node, model, weight, RecordDict({"metrics": metrics}))
+            if self.streaming:
+                reply.content.clear()
         for node in sorted(missing):
             log(WARNING, "round %s: node %s is left out: it has not answered in time", server_round, node)
 
@@ -139,9 +193,8 @@ class FusedFedAvg(FedAvg):
         Raises:
             ValueError: it cannot be averaged; the message says why.
         """
-        if reply.has_error():
-            raise ValueError(f"it answered with an error: {reply.error.reason}")
-        arrays, metrics = list(reply.content.array_records.values()), list(reply.content.metric_records.values())
+        content = content_of(reply)
+        arrays, metrics = list(content.array_records.values()), list(content.metric_records.values())
         if len(arrays) != 1 or len(metrics) != 1:
             raise ValueError(
                 f"it sent {len(arrays)} ArrayRecords and {len(metrics)} MetricRecords; one of each is accepted"

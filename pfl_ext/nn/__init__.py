@@ -3,6 +3,7 @@
 from .adapters import FrozenBatchNorm2d, adapter_parameters, add_adapters, freeze_backbone, head_of
 from .fused import FusedSequential
 from .hypernetwork import HyperNetwork
+from .libraries import library_network
 from .networks import NETWORKS, build, cnn, lenet, mlp
 from .pretrained import load_pretrained, read_weights
 from .resnet import ResNet, WideResNet, resnet18, resnet34, resnet50, wide_resnet
@@ -23,6 +24,7 @@ __all__ = [
     "freeze_backbone",
     "head_of",
     "lenet",
+    "library_network",
     "load_pretrained",
     "mlp",
     "read_weights",

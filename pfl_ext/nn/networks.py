@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from .adapters import add_adapters, freeze_backbone
 from .fused import FusedSequential
-from .pretrained import load_pretrained
+from .libraries import library_network
+from .pretrained import load_pretrained, read_weights
 from .resnet import resnet18, resnet34, resnet50, wide_resnet
 from .vit import vit
 
@@ -127,13 +128,16 @@ def build(
     input_shape: Sequence[int],
     classes: int,
     generator: torch.Generator,
+    weights: Mapping[str, Tensor] | None = None,
     *,
     input_size: Annotated[
         int, "scale images to this height and width on their way into the network; 0: as they are"
     ] = 0,
     input_channels: Annotated[int, "give grey images so many equal channels (3 for pretrained weights); 0: as are"] = 0,
     pretrained: Annotated[
-        str | None, "weights to begin with: a safetensors or torch file, or torchvision:ResNet18_Weights.IMAGENET1K_V1"
+        str | None,
+        "weights to begin with: a safetensors or torch file, the folder of a run (its global model), or "
+        "torchvision:ResNet18_Weights.IMAGENET1K_V1",
     ] = None,
     pretrained_statistics: Annotated[bool, "load running statistics too (PerAda's official code: no)"] = True,
     adapters: Annotated[bool, "put residual adapters into the blocks"] = False,
@@ -153,10 +157,11 @@ def build(
     Adapters are drawn last, so the network's own weights are the same with and without.
 
     Args:
-        name: one of :data:`NETWORKS`.
+        name: one of :data:`NETWORKS`, ``torchvision:NAME`` or ``timm:NAME``.
         input_shape: without the batch.
         classes: how many.
         generator: gives the weights.
+        weights: those that ``pretrained`` names, where the caller has read them.
         input_size, input_channels: see :class:`ScaledInput`. Data stay as they are: CIFAR-10 at 224 px takes 9 GB.
         pretrained, pretrained_statistics: see :func:`load_pretrained`.
         adapters, adapter_dropout, adapter_width: see :func:`add_adapters`.
@@ -177,11 +182,17 @@ def build(
     scaled = ScaledInput(input_size, input_channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        network = NETWORKS[name](scaled.shape(input_shape), classes, **own)
-        if pretrained is not None:
-            load_pretrained(network, pretrained, pretrained_statistics)
+        make = library_network(name) or NETWORKS[name]
+        network = make(scaled.shape(input_shape), classes, **own)
+        if weights is None and pretrained is not None:
+            weights = read_weights(pretrained)
+        adapted = adapters and any(".adapter." in tensor for tensor in weights or ())  # it was saved with adapters
+        if weights is not None and not adapted:
+            load_pretrained(network, weights, pretrained_statistics, str(pretrained))
         if adapters:
             add_adapters(network, adapter_dropout, adapter_width)
+        if weights is not None and adapted:
+            load_pretrained(network, weights, pretrained_statistics, str(pretrained))
     if input_size or input_channels:
         network.register_forward_pre_hook(scaled)
     return freeze_backbone(network, frozen_statistics) if freeze == "backbone" else network

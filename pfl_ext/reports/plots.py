@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pfl_ext.metrics import summarize
+from pfl_ext.metrics import scale_of, summarize, word_of
 
 from .results import ResultsFolder, Runs
 from .rounds import best_rounds
-from .tables import client_values, folders_of, models_of, scale_of
+from .tables import client_values, folders_of, models_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def accuracy_curves(
     Args:
         runs: As for `comparison`.
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
-        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        metric: Any of the records; shares such as the accuracy are drawn in per cent.
         statistic: Over the clients: a key of `summarize`.
         split: ``"test"`` or ``"validation"``.
 
@@ -95,7 +95,7 @@ def accuracy_curves(
     _legend(axes, {**labels, "best by validation": ring} if ring else labels)
     axes.set_xlabel("round")
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel(f"{_word(metric)}: {statistic.replace('_', ' ')} over the clients' {split} sets{_unit(metric)}")
+    axes.set_ylabel(f"{word_of(metric)}: {statistic.replace('_', ' ')} over the clients' {split} sets{_unit(metric)}")
     _save(figure, path)
 
 
@@ -158,7 +158,7 @@ def client_distribution(runs: Runs, path: str | os.PathLike[str], metric: str = 
     axes.set_xlim(-3.2, 103.2)
     axes.set_xticks([5, 25, 50, 75, 95])
     axes.set_xlabel("clients from the lowest to the highest (%); marks: means of the shaded 5 %")
-    axes.set_ylabel(f"{_word(quantity)}{_unit(quantity)}")
+    axes.set_ylabel(f"{word_of(quantity)}{_unit(quantity)}")
     _save(figure, path)
 
 
@@ -177,7 +177,7 @@ def option_curves(
         points: The option's values with the runs at each, in order; they stand at equal distances.
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
         option: What to write at the axis.
-        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        metric: Any of the records; shares such as the accuracy are drawn in per cent.
         new_clients: Of the clients that joined late, not of the others.
 
     Raises:
@@ -214,7 +214,7 @@ def option_curves(
     _legend(axes, labels)
     axes.set_xticks(range(len(points)), [str(value) for value, _ in points])
     axes.set_xlabel(option)
-    axes.set_ylabel(f"{_word(metric)}: mean over {whose} clients' test sets{_unit(metric)}")
+    axes.set_ylabel(f"{word_of(metric)}: mean over {whose} clients' test sets{_unit(metric)}")
     _save(figure, path)
 
 
@@ -274,7 +274,7 @@ def client_density(runs: Runs, path: str | os.PathLike[str], metric: str = "pers
         )
         label: dict[str, Any] = {"transform": axes.transAxes, "ha": "left", "va": "top", "fontsize": 8}
         axes.text(0.01, 0.98, text, **label)
-    rows[-1].set_xlabel(f"{_word(quantity)}{_unit(quantity)}; marks: lowest 5 %, mean, top 5 % of the clients")
+    rows[-1].set_xlabel(f"{word_of(quantity)}{_unit(quantity)}; marks: lowest 5 %, mean, top 5 % of the clients")
     _save(figure, path)
 
 
@@ -380,10 +380,6 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     with ResultsFolder(path.parent).replacing(path.name) as temporary:
         figure.savefig(temporary, dpi=150)
-
-
-def _word(metric: str) -> str:
-    return "AUC" if metric == "auc" else metric
 
 
 def _unit(metric: str) -> str:

@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from pfl_ext.metrics import scale_of
+
 from .results import ResultsFolder, Runs
 from .rounds import best_rounds, rounds_to_converge
 
@@ -180,7 +182,7 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     that the method gives its clients (the personal one if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %``
     over the clients; ``best by validation``, the local test in the round that the validation data choose; ``best on
     test``, which is an upper bound and no result. Last, what it cost: the rounds until the global model (else the given
-    one) had 99 % of its highest accuracy, the bytes up and down of all rounds, the parameters that a client trains
+    one) was within 1 % of its best, the bytes up and down of all rounds, the parameters that a client trains
     (``trained_parameters`` in the records' ``training``), under differential privacy the mean epsilon of the clients of
     the last round, the median time of a round; last the clients' budgets of all their steps (``epsilon: mean, std over
     clients``) and of those for what they send, which is all that others see.
@@ -188,8 +190,8 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     Args:
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
             standard deviation over the seeds.
-        metric: ``"accuracy"`` and ``"auc"`` are shown in per cent, ``"loss"`` is not.
-        statistic: ``"mean"`` or ``"weighted_mean"``, by the sizes of the test sets (``local test, weighted``).
+        metric: Any of the records; shares such as the accuracy are shown in per cent.
+        statistic: ``"mean"`` or ``"weighted_mean"``, by the sizes of the test sets (``weighted local test``).
 
     Returns:
         Rows for `table`. A column that no method has is left out.
@@ -215,7 +217,7 @@ def tails(runs: Runs, metric: str = "accuracy", split: str = "test") -> list[Row
 
     Args:
         runs: As for `comparison`.
-        metric: ``"accuracy"`` and ``"auc"`` are shown in per cent, ``"loss"`` is not.
+        metric: Any of the records; shares such as the accuracy are shown in per cent.
         split: ``"test"`` or ``"validation"``.
     """
     histories = {name: [folder.records() for folder in folders_of(run)] for name, run in runs.items()}
@@ -245,8 +247,8 @@ def per_user(runs: Runs, metric: str = "personal/test/accuracy") -> list[Row]:
 
     Args:
         runs: A run a method, or several that differ in the seed.
-        metric: A column of the per-client results. Accuracy and AUC are shown in per cent. A method without personal
-            models is shown by its global one, as FedAvg is in these tables.
+        metric: A column of the per-client results. Shares such as the accuracy are shown in per cent. A method without
+            personal models is shown by its global one, as FedAvg is in these tables.
     """
     rows: list[Row] = []
     for name, run in runs.items():
@@ -303,11 +305,6 @@ def models_of(histories: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     return sorted(models, key=lambda model: (model != "personal", model))
 
 
-def scale_of(metric: str) -> float:
-    """What a metric is multiplied by to be shown: shares are shown in per cent."""
-    return 100.0 if metric in ("accuracy", "auc") else 1.0
-
-
 def _mean(values: Sequence[float]) -> float:
     present = [value for value in values if not math.isnan(value)]
     return sum(present) / len(present) if present else math.nan
@@ -337,7 +334,7 @@ def _result(
     # What clients do on their own after the last round is a record too, and no round.
     rounds_only = [record for record in history if record["round"] > 0 and "stage" not in record]
     cells: dict[str, Any] = {"rounds": len(rounds_only)}
-    local = "local test, weighted" if statistic == "weighted_mean" else "local test"
+    local = "weighted local test" if statistic == "weighted_mean" else "local test"
     joined: Mapping[str, Any] = next(
         (record["new_clients"] for record in reversed(history) if "new_clients" in record), {}
     )
@@ -355,7 +352,9 @@ def _result(
     cells["best by validation"] = cell(given, "best_by_validation", "test", statistic)
     cells["best on test"] = cell(given, "best_on_test", "test", statistic)
 
-    cells["rounds to 99 %"] = rounds_to_converge(rounds_only, "global" if "global" in rounds else given or "")
+    cells["rounds to 99 %"] = rounds_to_converge(
+        rounds_only, "global" if "global" in rounds else given or "", metric=metric
+    )
     traffic = [record["communication"] for record in history if "communication" in record]
     trained = [record.get("training", {}).get("trained_parameters") for record in history]
     seconds = [record["seconds"] for record in rounds_only if "seconds" in record]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pfl_ext.data import Partition
+from pfl_ext.metrics import scale_of, word_of
 
 from .results import ResultsFolder, Runs
 from .tables import folders_of, per_user, table, transpose
@@ -20,8 +21,8 @@ _CHOSEN = {
 
 def users(runs: Runs, metric: str = "accuracy") -> str:
     """PersFL's Tables 2 to 6 as Markdown: a row a user, for a metric and for what clients chose where they did."""
-    word, unit = ("AUC" if metric == "auc" else metric.capitalize()), "" if metric == "loss" else ", per cent"
-    text = f"{word} of each user's personal model (global where a method has none){unit}\n\n"
+    unit, word = ", per cent" if scale_of(metric) == 100 else "", word_of(metric)
+    text = f"{word[0].upper()}{word[1:]} of each user's personal model (global where a method has none){unit}\n\n"
     text += table(transpose(per_user(runs, f"personal/test/{metric}"), "user"))
     for column, title in _CHOSEN.items():
         chosen = {name: run for name, run in runs.items() if _has(folders_of(run), column)}

@@ -186,7 +186,7 @@ def test_a_method_that_says_it_is_private_and_trains_otherwise_is_refused_in_its
             return {"model": client.model.state()}
 
     run = Federation(Wrong(), nn.Linear(4, 3).double(), dataset, partition, Settings(rounds=1, dp_clip=1.0))
-    with pytest.raises(ValueError, match="another loss or steps"):
+    with pytest.raises(ValueError, match="another loss, or takes a gradient elsewhere"):
         run.run()
 
 

@@ -201,7 +201,7 @@ def test_comparison_by_the_weighted_mean_says_so(make_run):
     folder.truncate(3)
     folder.append(record)
     (row,) = comparison({"A": folder}, statistic="weighted_mean")
-    assert row["personal: local test, weighted"] == row["best on test"] == pytest.approx(55)
+    assert row["personal: weighted local test"] == row["best on test"] == pytest.approx(55)
     assert "personal: local test" not in row
 
 

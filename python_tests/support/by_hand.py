@@ -26,6 +26,27 @@ def gradient(client: Client, state: Tensor, batch: Any, loss: Callable[..., Tens
     return F.pad(flat, (0, len(state) - len(flat)))
 
 
+def features_of(w: Tensor, x: Tensor) -> Tensor:
+    """What enters the head of the tests' network, 4 - 5 - 3, of a state w."""
+    return F.relu(F.linear(x, w[:20].view(5, 4), w[20:25]))
+
+
+def logits_of(w: Tensor, x: Tensor) -> Tensor:
+    """The outputs of that network."""
+    return F.linear(features_of(w, x), w[25:40].view(3, 5), w[40:43])
+
+
+def slope(loss: Callable[..., Tensor], *at: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of a function of vectors, in each of them."""
+    leaves = [x.detach().clone().requires_grad_() for x in at]
+    return torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True)
+
+
+def samples(client: Client, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a client's samples."""
+    return client._dataset.batch(rows)
+
+
 def entries(model: WorkingModel, *modules: str) -> Tensor:
     """Which numbers of a state belong to these modules."""
     inside = torch.tensor([name.rpartition(".")[0] in modules for name in model.names])

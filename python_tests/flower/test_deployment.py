@@ -1,0 +1,128 @@
+"""A SuperLink and SuperNodes with data of their own: real processes on the loopback, with TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
+
+from flower_deployment import Deployment, deployment
+
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.experiment import Experiment
+from pfl_ext.federation import Federation, stream
+from pfl_ext.flower.state import NodeFiles
+
+NODES = 2
+OPTIONS = ["--clients", "2", "--rounds", "2", "--lr", "0.1", "--network", "mlp", "--checkpoint-every", "1"]
+
+
+def _write_clinics(folder: Path) -> None:
+    """Data of two clinics, each in a file of its own."""
+    random = np.random.default_rng(0)
+    for k in range(NODES):
+        x = random.normal(size=(30, 5)).astype("float32")
+        y = (x[:, k] > 0).astype("int64")
+        np.savez(folder / f"clinic{k}.npz", x_train=x[:20], y_train=y[:20], x_test=x[20:], y_test=y[20:])
+
+
+def _together(folder: Path, experiment: Experiment) -> tuple[Dataset, Partition]:
+    """The same samples in one place, each clinic with the split that its node makes."""
+    from pfl_ext.data import PARTITIONERS, load
+
+    sets = [load(f"npz:{folder}/clinic{k}.npz") for k in range(NODES)]
+    own = [
+        PARTITIONERS["iid"](data, 1, generator=stream(experiment.settings.seed, "partition", k))
+        for k, data in enumerate(sets)
+    ]
+    begin = [0, len(sets[0])]
+    both = Dataset(
+        "both",
+        torch.cat([data.inputs for data in sets]),
+        torch.cat([data.targets for data in sets]),
+        sets[0].classes,
+        torch.cat([data.is_test for data in sets]),
+    )
+    parts = {
+        name: tuple(getattr(cut, name)[0] + first for cut, first in zip(own, begin, strict=True))
+        for name in ("train", "validation", "test")
+    }
+    nothing = torch.empty(0, dtype=torch.int64)
+    return both, Partition(**parts, server=nothing, global_test=nothing)
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "app/results/metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
+
+
+def _start(run: Deployment, number: int) -> None:
+    run.node(
+        f"node{number}", f'client={number} data="npz:{run.folder}/clinic{number}.npz" state="{run.folder}/{number}"'
+    )
+
+
+def test_nodes_with_their_own_data_and_a_superlink_that_is_killed_give_the_bits_of_an_unbroken_run_in_one_process(
+    tmp_path: Path, flower_environment: dict[str, str]
+) -> None:
+    _write_clinics(tmp_path)
+    with deployment(tmp_path, flower_environment) as run:
+        run.run("pfl-ext", "flower", "new", "app", "ditto", *OPTIONS)
+        run.superlink()
+        for k in range(NODES):
+            _start(run, k)
+        run.run("flwr", "run", "app", "clinics")
+        run.wait_until(tmp_path / "app/results/checkpoints/checkpoint-00000001.safetensors")
+        run.kill_server()
+        run.superlink()  # the nodes have stayed, and find it
+        more = "flower.resume=true"
+        said = run.run("flwr", "run", "app", "clinics", "--stream", "--run-config", more, timeout=300)
+        assert "round 2" in said and "round 1:" not in said and "done after round 2" in said
+        assert "goes on with" not in said  # every node had its copy
+    sections = json.loads((tmp_path / "app/results/config.json").read_text())
+    experiment = Experiment.from_sections(sections)
+    dataset, partition = _together(tmp_path, experiment)
+    whole = Federation(
+        experiment.make_method(), experiment.make_network(dataset), dataset, partition, experiment.settings
+    )
+    expected = [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in whole.run()]
+    assert _records(tmp_path) == json.loads(json.dumps(expected))
+    kept = whole.engine.state()
+    for k in range(NODES):
+        (name,) = {path.name.split("-")[2] for path in (tmp_path / str(k)).iterdir()}
+        files = NodeFiles(tmp_path / str(k), name, k)
+        assert torch.equal(files.load(2)["personal"], kept["personal/rows"][k])
+    # No node has what another keeps, and the server has nothing of either.
+    assert {path.name.split("-")[1] for path in (tmp_path / "0").iterdir()} == {"0"}
+    content = (tmp_path / "app/results/checkpoints/checkpoint-00000002.safetensors").read_bytes()
+    assert files.load(2)["personal"].numpy().tobytes() not in content
+
+
+@pytest.mark.skipif("PFL_EXT_LONG" not in os.environ, reason="takes minutes: PFL_EXT_LONG=1 runs it")
+def test_a_run_outlives_a_superlink_that_is_restarted_and_a_node_that_is_killed(
+    tmp_path: Path, flower_environment: dict[str, str]
+) -> None:
+    _write_clinics(tmp_path)
+    with deployment(tmp_path, flower_environment) as run:
+        run.run("pfl-ext", "flower", "new", "app", "ditto", *OPTIONS)
+        run.superlink()
+        for k in range(NODES):
+            _start(run, k)
+        run.run("flwr", "run", "app", "clinics", "--run-config", "federation.rounds=3 flower.timeout=40.0")
+        saved = tmp_path / "app/results/checkpoints"
+        run.wait_until(saved / "checkpoint-00000001.safetensors")
+        # The ServerApp is a process of its own and goes on when the SuperLink is back.
+        run.kill("superlink")
+        run.superlink()
+        run.wait_until(saved / "checkpoint-00000002.safetensors")
+        run.kill("node1")
+        run.wait_until(saved / "checkpoint-00000003.safetensors")
+    assert [record.get("dropped") for record in _records(tmp_path)] == [None, None, [1]]
+    assert [record["clients"] for record in _records(tmp_path)] == [[0, 1], [0, 1], [0]]
