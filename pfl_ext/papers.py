@@ -23,7 +23,6 @@ user, column    whose, or ``mean`` or ``std`` of the users; of which column of t
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +33,10 @@ import numpy as np
 from .comparison import Comparison, Point, folder_name, points, variant
 from .configuration import Configuration
 from .experiment import Experiment
+from .metrics import scale_of
 from .options import nearest
 from .reports import ResultsFolder, Spread, per_user, rounds_to_converge
-from .reports.tables import scale_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from .toml import read_toml
 
 __all__ = ["Item", "Runs", "item_of", "papers"]
 
@@ -115,8 +110,7 @@ def papers() -> dict[str, dict[str, Item]]:
     """Every paper with its tables and figures."""
     found = {}
     for path in sorted((_HERE / "printed").glob("*.toml")):
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        found[path.stem] = {name: Item(path.stem, name, of) for name, of in content.items()}
+        found[path.stem] = {name: Item(path.stem, name, of) for name, of in read_toml(path).items()}
     return found
 
 

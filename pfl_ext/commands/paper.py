@@ -11,9 +11,9 @@ from typing import Any
 from pfl_ext.configuration import Configuration
 from pfl_ext.papers import Item, Runs, item_of, papers
 from pfl_ext.reports import accuracy_curves, beside, client_density, table
+from pfl_ext.running import write_tables
 
 from . import compare, sweep
-from .comparing import write_tables
 from .flags import known_flags
 from .parser import Parser, UsageError
 
