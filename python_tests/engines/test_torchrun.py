@@ -176,20 +176,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(answers: Callable[..., dict[
         assert ours["digests"] == theirs["digests"] and ours["records"] == theirs["records"][2:], name
 
 
-def test_a_comparison_has_the_table_of_one_process_and_rank_0_alone_speaks(start: Start, tmp_path: Path) -> None:
-    options = ["--rounds=2", "--lr=0.1", "--clients=4", "--quiet", "--no-plots"]
-    compare = ["compare", "fedavg", "ditto", *options, "--output"]
-    assert main([*compare, str(tmp_path / "one")]) == 0
-    process = start(2, "-m", "pfl_ext", *compare, tmp_path / "two")
-    output, _ = process.communicate(timeout=_LIMIT)
-    assert process.returncode == 0 and output.count("results in") == 1, output
-    # Its last column is the time that a round took.
-    one, two = ((tmp_path / name / "comparison.csv").read_text().splitlines() for name in ("one", "two"))
-    assert [line.rpartition(",")[0] for line in one] == [line.rpartition(",")[0] for line in two]
-    for run in ("fedavg-seed0", "ditto-seed0"):
-        assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
-
-
 def test_clients_are_dealt_by_cost_the_largest_first() -> None:
     assert dealt([0, 1, 2, 3], [1, 5, 3, 3], 2) == {1: 0, 2: 1, 3: 1, 0: 0}
     assert dealt([7], [0], 3) == {7: 0}
@@ -328,8 +314,8 @@ def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to
     start: Start, tmp_path: Path
 ) -> None:
     compare = ["compare", "fedavg", "ditto", "--clients=4", "--quiet", "--no-plots", "--checkpoint-every=1"]
-    assert main([*compare, "--rounds=4", "--lr=0.3", "--output", str(tmp_path / "two")]) == 0
-    other = ["--rounds=5", "--lr=0.1", "--output"]
+    assert main([*compare, "--rounds=1", "--lr=0.3", "--output", str(tmp_path / "two")]) == 0
+    other = ["--rounds=3", "--lr=0.1", "--output"]
     assert main([*compare, *other, str(tmp_path / "one")]) == 0
     process = start(2, "-m", "pfl_ext", *compare, *other, tmp_path / "two", "--overwrite", restarts=1)
     first = tmp_path / "two" / "fedavg-seed0" / "config.toml"
@@ -341,7 +327,10 @@ def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to
     _until(lambda: (begun() and _rounds(first.parent) > 0) or process.poll() is not None)
     os.kill(_ranks(process.pid)[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=_LIMIT)
-    assert process.returncode == 0, output
+    assert process.returncode == 0 and output.count("results in") == 1, output  # rank 0 alone speaks
+    # The last column is the time that a round took.
+    one, two = ((tmp_path / name / "comparison.csv").read_text().splitlines() for name in ("one", "two"))
+    assert [line.rpartition(",")[0] for line in one] == [line.rpartition(",")[0] for line in two]
     for run in ("fedavg-seed0", "ditto-seed0"):
         assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
 
@@ -390,19 +379,14 @@ def test_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
     assert "pfl-ext run: ranks 1, 2 of 3 did not start within 2 seconds" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "Ctrl-C"])
-def test_a_signal_ends_the_run_after_the_round_and_saves(how: str, start: Start, tmp_path: Path) -> None:
-    # A round of about a second: the second signal comes in the same.
-    options = {"rounds": 100_000, "checkpoint_every": 100_000, "local_epochs": 30}
+def test_a_signal_ends_the_run_after_the_round_and_saves(start: Start, tmp_path: Path) -> None:
+    options = {"rounds": 100_000, "checkpoint_every": 100_000}
     process = start(2, "-m", "pfl_ext", *_run(tmp_path / "run", **options))
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
-    if how == "Ctrl-C":  # to all of the terminal's processes, and once more from torchrun to its own
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.terminate()
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does; torchrun passes it on to its own once more
     output, _ = process.communicate(timeout=60)
     done = _rounds(tmp_path / "run")
-    assert f"stopped after round {done}; --resume goes on" in output, output
+    assert f"stopped after round {done}; " in output, output
     assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{done:08d}.safetensors").exists()
 
 
