@@ -34,17 +34,17 @@ STRICT_NVCC := -Werror=all-warnings -Xptxas=-v,-warn-spills,-Werror
 
 # As many test processes as there are cores, each with one thread; the tests of threads ask for theirs.
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-test flower abi sanitized sanitized-cpu soak: export OMP_NUM_THREADS := 1
+test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS := 1
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) safetensors opacus scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
+DEV_TOOLS := $(TEST_TOOLS) safetensors opacus peft scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
 
 PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
+PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check bench readme clean FORCE
+.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check gpu-report bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -198,6 +198,47 @@ soak: build ## hundreds of runs killed, stopped, without disk, two in a folder, 
 
 cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
 	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log
+
+# The installed CUDA library, unmodified, through torch's dispatcher on a simulated GPU: docs/gpu.md. SIMULATOR is the
+# folder of a program fakegpu.py that runs Python so. First in the order of the calls, then with random orders of blocks,
+# warps and threads and a check for races in global memory, then with torch's caching allocator, as graphs need it.
+SIMULATOR ?=
+GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath $(SIMULATOR))/fakegpu.py \
+  --python $(abspath $(BIN))/python
+GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation engines/test_streams.py algorithms/test_devices.py \
+  algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
+GPU_ORDERS := $(addprefix $(CURDIR)/python_tests/,ops optim algorithms/test_devices.py)
+IS_SIMULATED := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
+  raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
+
+# From a folder without a pfl_ext in it, so that the installed one is what runs.
+gpu-check: build ## the CUDA library on a simulated GPU: ops, optimisers, all methods; SIMULATOR=folder
+	@test -f "$(SIMULATOR)/fakegpu.py" || { echo "SIMULATOR='$(SIMULATOR)' has no fakegpu.py; name its folder"; exit 1; }
+	@mkdir -p build/simulator && rm -rf build/gpu-check
+	cd build/simulator && $(GPU) -c '$(IS_SIMULATED)'
+	cd build/simulator && $(GPU) -m pytest -q -n $(WORKERS) -k cuda $(GPU_TESTS)
+	cd build/simulator && FAKEGPU_SEED=1 FAKEGPU_GLOBAL_RACES=1 FAKEGPU_THREAD_SCHEDULE=1 \
+	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile and not graph" $(GPU_ORDERS)
+	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -k "cuda and graph" $(GPU_TESTS)
+	cd build/simulator && $(GPU) -m pfl_ext compare persfl fedavg ditto scd plgu-lf --data digits --partition ds1 --clients 4 \
+	  --rounds 1 --lr 0.1 --device cuda --output ../gpu-check
+
+# For the owner of a GPU: the same tests there, under the toolkit's checker too where it is installed, and the race. What
+# fails is written down and does not end it.
+REPORT := build/gpu-report
+
+gpu-report: build ## on a real GPU: tests, compute-sanitizer, race; build/gpu-report.tar.gz is what to send back
+	@$(BIN)/python -I -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'torch finds no GPU here')"
+	@rm -rf $(REPORT) && mkdir -p $(REPORT)
+	$(BIN)/pfl-ext info > $(REPORT)/info.txt
+	-nvidia-smi -q > $(REPORT)/nvidia-smi.txt
+	-$(BIN)/pytest -q -k cuda $(GPU_TESTS) 2>&1 | tee $(REPORT)/tests.txt
+	-if command -v compute-sanitizer > /dev/null; then for tool in memcheck racecheck initcheck synccheck; do \
+	  compute-sanitizer --tool $$tool $(BIN)/pytest -q -k "cuda and not check and not compile and not large" \
+	  $(CURDIR)/python_tests/ops > $(REPORT)/$$tool.txt 2>&1; done; fi
+	$(BIN)/pfl-ext bench --device cuda --output $(REPORT) > $(REPORT)/table.md
+	tar -czf $(REPORT).tar.gz -C build gpu-report
+	@echo "wrote $(REPORT).tar.gz"
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,14 +33,14 @@ from pfl_ext import nn
 from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import EngineOptions, make_engine
-from pfl_ext.federation import Federation, Settings, WorkingModel, stream
+from pfl_ext.federation import Engine, Federation, Settings, WorkingModel, stream
 
-from . import empty_turn, machine, many_clients, report, round_profile
+from . import empty_turn, machine, many_clients, ranks, report, round_profile
 from .case import WrongResult
 from .measure import threads
 from .opponents.federation import ClientData, PFLlib, Reported, pfllib_network, tensor_round
 
-__all__ = ["NAME", "SUMMARY", "Setting", "compare", "contestants", "main", "setting"]
+__all__ = ["NAME", "SUMMARY", "Setting", "compare", "contestants", "main", "on_engine", "setting", "setting_of"]
 
 NAME = "federation"
 SUMMARY = "a whole round: training, averaging and evaluation of all clients; an empty turn; --memory: many clients"
@@ -130,8 +130,10 @@ def enlarged_digits() -> Dataset:
 # ---- the contestants -----------------------------------------------------------------------------------------------
 
 
-def contestants(s: Setting, cores: Sequence[int]) -> list[Racer]:
-    """Everyone who races, for each number of cores; ours first."""
+def contestants(
+    s: Setting, cores: Sequence[int], on_ranks: Sequence[int] = (), source: Sequence[str] = ()
+) -> list[Racer]:
+    """Everyone who races, for each number of cores; ours first. Ranks make the setting anew from ``source``."""
     clients, classes = s.clients(), len(s.dataset.classes)
     racers = []
     for n in cores:
@@ -140,6 +142,7 @@ def contestants(s: Setting, cores: Sequence[int]) -> list[Racer]:
             Racer("PFLlib", "naive", n, partial(_pfllib, s, clients, classes, n)),
             Racer("loop over tensors", "skilled", n, partial(_tensors, s, clients, classes, n)),
         ]
+    racers += [Racer("pfl_ext, torchrun", "ours", n, partial(_on_ranks, s, n, source)) for n in on_ranks]
     return [
         *racers,
         Racer(_LIMIT, "limit", 1, partial(_passes, s, clients, s.network)),
@@ -152,13 +155,16 @@ def contestants(s: Setting, cores: Sequence[int]) -> list[Racer]:
 def _ours(s: Setting, workers: int) -> Outcome:
     run = _federation(s, workers)
     record = run.run()[-1]
+    return Outcome(record["seconds"], run.server["model"], _reported(record))
+
+
+def _reported(record: Mapping[str, Any]) -> Reported:
     results = record["models"]["global"]
-    reported = Reported(
+    return Reported(
         results["test"]["accuracy"]["weighted_mean"],
         results["test"]["auc"]["weighted_mean"],
         results["train"]["loss"]["weighted_mean"],
     )
-    return Outcome(record["seconds"], run.server["model"], reported)
 
 
 def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
@@ -172,9 +178,19 @@ def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int)
 
 
 def _federation(s: Setting, workers: int) -> Federation:
+    return on_engine(s, make_engine(EngineOptions(workers=workers)))
+
+
+def on_engine(s: Setting, engine: Engine) -> Federation:
+    """Our round, wherever clients train."""
     settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, threads=1)
-    engine = make_engine(EngineOptions(workers=workers))
     return Federation(_METHOD, s.network, s.dataset, s.partition, settings, engine=engine)
+
+
+def _on_ranks(s: Setting, count: int, source: Sequence[str]) -> Outcome:
+    found = ranks.round_on(count, source)
+    print(ranks.bytes_table(found, s.partition.clients), file=sys.stderr)
+    return Outcome(found.record["seconds"], found.model, _reported(found.record))
 
 
 def _tensors(s: Setting, clients: Sequence[ClientData], classes: int, cores: int) -> Outcome:
@@ -283,7 +299,7 @@ def rows(s: Setting, what: str, results: Sequence[tuple[Racer, list[float], Repo
     """The lines of the CSV file."""
     about = machine.describe()
     passes = next(median(times) for racer, times, _ in results if racer.kind == "limit")
-    ours = {racer.cores: times for racer, times, _ in results if racer.kind == "ours"}
+    ours = {racer.cores: times for racer, times, _ in results if racer.name == "pfl_ext"}
     made = []
     for racer, times, _ in results:
         own = ours.get(racer.cores, times)
@@ -431,16 +447,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def setting_of(arguments: Sequence[str]) -> tuple[Setting, Dataset]:
+    """The setting that ``--quick``, ``--data`` and ``--fraction`` name, and its data."""
+    given = _parser().parse_args(arguments)
+    dataset = enlarged_digits() if given.quick else load("mnist", given.data)
+    clients, fraction = (5, 0.5) if given.quick else (20, given.fraction)
+    return setting(dataset, clients, fraction), dataset
+
+
 def _race(arguments: argparse.Namespace) -> list[report.Row]:
-    if arguments.quick:
-        dataset, clients, fraction, repeats = enlarged_digits(), 5, 0.5, arguments.repeats or 1
-    else:
-        dataset, clients = load("mnist", arguments.data), 20
-        fraction, repeats = arguments.fraction, arguments.repeats or 1
-    s = setting(dataset, clients, fraction)
+    source = ["--quick"] if arguments.quick else ["--fraction", str(arguments.fraction)]
+    source += [] if arguments.data is None else ["--data", str(arguments.data.resolve())]
+    s, dataset = setting_of(source)
+    repeats = arguments.repeats or 1
     what = f"{s.train_samples:,}".replace(",", "\u202f") + f" training samples of {dataset.name}"
     cores = tuple(dict.fromkeys((machine.cores(), 1)))
-    results = compare(s, contestants(s, cores), repeats, arguments.patience)
+    on_ranks = () if arguments.ranks is None else tuple(dict.fromkeys((arguments.ranks, 1)))
+    results = compare(s, contestants(s, cores, on_ranks, source), repeats, arguments.patience)
     for racer, _, reported in results:
         if reported is not None:
             print(
@@ -466,6 +489,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="repeat runs that other programs disturb, so long",
     )
+    parser.add_argument("--ranks", metavar="N", type=_count, help="race N ranks of torchrun, and one, beside the rest")
     parser.add_argument("--memory", action="store_true", help="measure time and memory of many clients instead")
     parser.add_argument("--clients", metavar="LIST", type=_counts, help="with --memory: numbers of clients")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the CSV file")

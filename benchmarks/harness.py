@@ -10,7 +10,19 @@ from pathlib import Path
 
 import torch
 
-from . import averaging, distillation, federation, flower, machine, proximal, report, sharpness, spectral
+from . import (
+    averaging,
+    distillation,
+    federation,
+    flower,
+    gpu_model,
+    gpu_race,
+    machine,
+    proximal,
+    report,
+    sharpness,
+    spectral,
+)
 from .case import Family, Grid, Skipped, WrongResult
 from .measure import MIN_ROUNDS, ReadBandwidth, Result, race
 
@@ -41,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{family.name}: {family.summary}")
         print(f"{federation.NAME}: {federation.SUMMARY}")
         return 0
+    if arguments.gpu_model or arguments.device == "cuda":
+        return _on_gpu(parser, arguments)
     names = ", ".join((*FAMILIES, federation.NAME))
     if arguments.family is None:
         parser.error(f"name a family: {names}")
@@ -59,6 +73,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             _measure(family, grid, rounds, seconds, path)
             print(report.markdown(family, report.read_csv(path)), end="")
     except (OSError, ValueError, ImportError, WrongResult) as error:
+        print(f"pfl-ext bench: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _on_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """All ops on a GPU, simulated or real."""
+    if arguments.family is not None:
+        parser.error("--gpu-model and --device cuda take all ops at once; leave the family out")
+    try:
+        if arguments.gpu_model:
+            table = gpu_model.markdown(gpu_model.counted_cases(), arguments.bandwidth * 1e12, arguments.launch * 1e-6)
+            print(table, end="")
+            if arguments.readme is not None:
+                report.put_into(arguments.readme, gpu_model.NAME, table)
+        else:
+            gpu_race.main(
+                arguments.shapes or "resnet18", arguments.repeats or _ROUNDS, arguments.output, arguments.readme
+            )
+    except (OSError, ValueError, ImportError) as error:
         print(f"pfl-ext bench: error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -104,6 +138,22 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="folder of the CSV file (default: benchmarks/results if there is such a folder, else pfl_ext_benchmarks)",
     )
+
+    gpu = parser.add_argument_group("on a GPU", "All ops at once, without a family (docs/gpu.md).")
+    gpu.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: race on this GPU, writes gpu.csv (default: cpu)"
+    )
+    gpu.add_argument(
+        "--gpu-model", action="store_true", help="count bytes, launches and waits on a simulated GPU: an estimate"
+    )
+    gpu.add_argument(
+        "--bandwidth", metavar="TB/S", type=_positive(float), default=gpu_model.BANDWIDTH / 1e12,
+        help="memory bandwidth of the estimate (default: %(default)g)",
+    )  # fmt: skip
+    gpu.add_argument(
+        "--launch", metavar="US", type=_positive(float), default=gpu_model.LAUNCH * 1e6,
+        help="microseconds of a launch in the estimate (default: %(default)g)",
+    )  # fmt: skip
 
     made = parser.add_argument_group("from an existing CSV file", "Nothing is measured; may be combined.")
     made.add_argument("--table", action="store_true", help="print the Markdown table")

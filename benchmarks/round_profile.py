@@ -15,8 +15,9 @@ from unittest import mock
 import torch
 
 from pfl_ext.data import Dataset
-from pfl_ext.federation import Federation, Record, WorkingModel, runtime, steps
+from pfl_ext.federation import Federation, Record, WorkingModel
 from pfl_ext.optim import proximal
+from pfl_ext.tasks import Classification
 
 __all__ = ["PARTS", "PASSES", "profile"]
 
@@ -71,11 +72,11 @@ def _clocks(run: Federation, spent: dict[str, float]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, part in (
             (WorkingModel, "__call__", forward),
-            (steps, "classification_loss", forward),
+            (Classification, "loss", forward),
             (torch.autograd, "grad", lambda: PASSES[1]),
             (proximal, "proximal_sgd_step_", lambda: "step of SGD"),
             (Dataset, "batch", lambda: "fetching batches"),
-            (runtime, "classification_metrics", lambda: "metrics"),
+            (Classification, "metrics", lambda: "metrics"),
             (WorkingModel, "load", lambda: "model to and from a vector"),
             (WorkingModel, "state", lambda: "model to and from a vector"),
             (type(run.method), "aggregate", lambda: "server"),

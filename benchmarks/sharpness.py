@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfl_ext.ops import lwsam_perturb_, personalization_scores, restore_
+from pfl_ext.ops import Prepared, lwsam_perturb_, personalization_scores, prepare, restore_
 
 from .case import Case, Contestant, Expected, Family, Grid, Kind, Skipped, Spec, WrongResult, flatten
 from .opponents import sharpness as opponents
@@ -72,13 +72,24 @@ def _perturbation(spec: Spec, model: _Model) -> Case:
         ]
     )
     kept: dict[str, Tensor] = {}
+    ready: dict[str, Prepared] = {"grads": prepare(grads)}
 
     def again(params: Tensors) -> Tensor:
         kept["backup"] = lwsam_perturb_(params, grads, scores, _RHO, backup=kept.get("backup"))
         return kept["backup"]
 
+    def prepared_again(params: Tensors) -> Tensor:
+        if "params" not in ready:
+            ready["params"] = prepare(params)
+        kept["prepared"] = lwsam_perturb_(ready["params"], ready["grads"], scores, _RHO, backup=kept.get("prepared"))
+        return kept["prepared"]
+
+    def prepared_restore(params: Tensors, backup: Tensor) -> None:
+        restore_(ready["params"], backup)
+
     ways: list[tuple[str, Kind, Callable[[Tensors], Any], Callable[[Tensors, Any], None], torch.dtype]] = [
         ("pfl_ext", "ours", again, restore_, wide),
+        ("pfl_ext (prepared)", "ours", prepared_again, prepared_restore, wide),
         ("pfl_ext (new backup)", "ours", lambda p: lwsam_perturb_(p, grads, scores, _RHO), restore_, wide),
         (
             "davda54 (per tensor)",
@@ -150,6 +161,7 @@ FAMILY = Family(
     },
     notes={
         "pfl_ext": "the backup is used again, as the optimisers do",
+        "pfl_ext (prepared)": "its lists were given to `prepare` before",
         "davda54 (per tensor)": "restores by giving the parameter the storage of the copy: nothing is copied back",
     },
     shapes=tuple(SHAPE_SETS),

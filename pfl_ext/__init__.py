@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import _native, ops
 
 if TYPE_CHECKING:
-    from . import algorithms, data, engines, federation, metrics, nn, optim, reports
+    from . import algorithms, data, engines, federation, metrics, nn, optim, reports, tasks
+    from .interface import compare, run
 
-__all__ = ["__version__", "algorithms", "data", "engines", "federation", "metrics", "nn", "ops", "optim", "reports"]
+__all__ = [
+    "__version__",
+    "algorithms",
+    "compare",
+    "data",
+    "engines",
+    "federation",
+    "metrics",
+    "nn",
+    "ops",
+    "optim",
+    "reports",
+    "run",
+    "tasks",
+]
 __version__ = "0.1.0"
 
 _native.load()
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     """Import a part when it is first asked for: who calls an op should not wait for the methods."""
+    if name in ("compare", "run"):
+        return getattr(importlib.import_module(f"{__name__}.interface"), name)
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

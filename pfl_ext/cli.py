@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from . import __version__
 from .commands.parser import UsageError
@@ -16,6 +18,8 @@ _COMMANDS = {
     "run": "run a method on clients' data",
     "compare": "run several methods on identical partitions and streams; one table, one picture",
     "sweep": "a comparison for each combination of some options' values; one table",
+    "resume": "go on with a run, a comparison or a sweep: FOLDER is all it needs",
+    "export": "write a run's global model or a client's personal one as safetensors",
     "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
     "data": "cut a data set into clients: table, picture, file",
     "landscape": "draw the loss around the models of finished runs",
@@ -23,7 +27,7 @@ _COMMANDS = {
     "bench": "race an op family against its opponents",
     "info": "versions, build, and which kernel serves each op on CPU and CUDA",
 }
-_RESUMED = ("run", "compare", "sweep")
+_RESUMED = ("run", "compare", "sweep", "resume")
 
 _HELP = "\n".join(
     [
@@ -42,9 +46,22 @@ _HELP = "\n".join(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    What users can cause ends in one line and a status, not in a traceback.
+    What users can cause ends in one line and a status, not in a traceback. Of the processes that torchrun starts, the
+    first runs the command, and the others train clients for it.
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "RANK" not in os.environ:  # nothing is imported for them
+        return _run(command, rest)
+    from .engines import LostRank, lead
+
+    try:
+        return lead(partial(_run, command, rest))
+    except LostRank as error:
+        print(f"pfl-ext {command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(command: str, rest: list[str]) -> int:
     if command in ("-h", "--help"):
         print(_HELP)
         return 0
@@ -61,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pfl-ext {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:  # one with a message tells when it stopped
-        more = "; --resume goes on from the last checkpoint" if command in _RESUMED else ""
+        more = "; pfl-ext resume FOLDER goes on from the last checkpoint" if command in _RESUMED else ""
         print(f"pfl-ext {command}: {str(error) or 'aborted'}{more}", file=sys.stderr)
         return 130
     except Exception as error:

@@ -4,7 +4,8 @@ A configuration file of a comparison has, beside the tables of an experiment::
 
     methods = ["fedavg", "PerAda w/o KD", "perada"]   # names of methods, or of variants
     seeds = [0, 1, 2]
-    metric = "accuracy"         # of the tables; with statistic, the mean of the clients or weighted_mean
+    metric = "accuracy"         # of tables and pictures, else the task's; with statistic, mean or weighted_mean
+    columns = ["method", "personal: local test"]      # of the table, else all
 
     [method]                    # options of all
     lr = 0.01
@@ -17,6 +18,7 @@ A configuration file of a comparison has, beside the tables of an experiment::
     [sweep]                     # every combination of these is a comparison
     "partition.alpha" = [1.0, 0.1]
     "method.rho" = [0.05, 0.1]  # for each method that has the option; "method.plgu-lf.rho" is for one
+    "federation.dp_noise, federation.dp_clip" = [[0.0, 0.0], [0.8, 1.0]]  # options that change together
 """
 
 from __future__ import annotations
@@ -29,16 +31,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .algorithms import METHODS
-from .experiment import (
-    NETWORK_OPTIONS,
-    Experiment,
-    method_options,
-    network_options,
-    refuse_unknown,
-    settings_options,
-)
+from .experiment import Experiment
 from .nn import NETWORKS
 from .options import Option, nearest
+from .reports import Look
+from .sections import NETWORK_OPTIONS, method_options, network_options, refuse_unknown, settings_options
 
 __all__ = ["Comparison", "Point", "check_common", "check_own_tables", "folder_name", "method_of", "points", "variant"]
 
@@ -168,6 +165,12 @@ class Comparison:
                 found.append((label, Experiment.from_sections(sections)))
         return found
 
+    def config(self, look: Look, sweep: Mapping[str, Sequence[Any]] | None = None) -> dict[str, Any]:
+        """What makes the same comparison again, as the content of a configuration file."""
+        shown = {"metric": look.metric, "statistic": look.statistic, "columns": look.columns}
+        more = {"sweep": {name: list(values) for name, values in sweep.items()}} if sweep else {}
+        return {"methods": list(self.labels), "seeds": self.seeds, **shown, **self.sections, **more}
+
     def identity(self, label: str) -> str:
         """What decides the runs of a label, as text."""
         return json.dumps(variant(self.sections, label), sort_keys=True, default=str)
@@ -193,14 +196,15 @@ def points(comparison: Comparison, sweep: Mapping[str, Sequence[Any]]) -> list[P
     """Every combination of the swept options' values, the last one changing fastest.
 
     Raises:
-        ValueError: an option that is not ``section.option`` or ``section.NAME.option``, or that no method has.
+        ValueError: an option that is not ``section.option`` or ``section.NAME.option``, or that no method has, or
+            options that are named together without a value for each.
     """
     for name, given in sweep.items():
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
             raise ValueError(f"sweep over {name} is {given!r}; a list of values is accepted")
     found = []
     for combination in itertools.product(*sweep.values()):
-        values = dict(zip(sweep, combination, strict=True))
+        values = _apart(dict(zip(sweep, combination, strict=True)))
         sections = {
             section: {name: dict(own) if isinstance(own, Mapping) else own for name, own in table.items()}
             for section, table in comparison.sections.items()
@@ -211,6 +215,20 @@ def points(comparison: Comparison, sweep: Mapping[str, Sequence[Any]]) -> list[P
                 applies[label].add(name)
         at = Comparison(sections, comparison.labels, comparison.seeds)
         found.append(Point(values, at, {label: frozenset(names) for label, names in applies.items()}))
+    return found
+
+
+def _apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that are named together, with commas between, each with its own value."""
+    found: dict[str, Any] = {}
+    for names, value in values.items():
+        each = [name.strip() for name in names.split(",")]
+        given = [value] if len(each) == 1 else value
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(each):
+            raise ValueError(
+                f"sweep over {names!r} has {value!r}; a list of {len(each)} values is accepted, one for each"
+            )
+        found |= dict(zip(each, given, strict=True))
     return found
 
 

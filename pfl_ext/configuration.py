@@ -5,33 +5,21 @@ It is data and runs no code. :mod:`pfl_ext.comparison` shows a whole one.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .experiment import DATA_OPTIONS, PARTITION_OPTIONS, SECTIONS, check_tables, owners, settings_options
 from .options import Option, nearest
+from .reports import COLUMNS, METRIC, STATISTIC
+from .sections import DATA_OPTIONS, PARTITION_OPTIONS, SECTIONS, check_tables, owners, settings_options
+from .toml import read_toml
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+__all__ = ["Configuration"]
 
-__all__ = ["METRIC", "STATISTIC", "Configuration"]
-
-METRIC = Option("metric", str, "accuracy", "of the tables", ("accuracy", "auc", "loss"))
-STATISTIC = Option(
-    "statistic",
-    str,
-    "mean",
-    "of the clients' results in the table: their mean, or weighted by their test sets' sizes",
-    ("mean", "weighted_mean"),
-)
 _METHODS = Option("methods", tuple[str, ...], (), "")
 _SEEDS = Option("seeds", tuple[int, ...], (), "")
-_BESIDE = ("methods", "seeds", "metric", "statistic", "sweep")
+_BESIDE = ("methods", "seeds", "metric", "statistic", "columns", "sweep")
 
 
 @dataclass(frozen=True)
@@ -41,8 +29,9 @@ class Configuration:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     seeds: tuple[int, ...] | None = None
-    metric: str = METRIC.default
+    metric: str | None = METRIC.default
     statistic: str = STATISTIC.default
+    columns: tuple[str, ...] | None = COLUMNS.default
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @staticmethod
@@ -53,14 +42,9 @@ class Configuration:
             ValueError: it is not TOML, has a key that is not known, or something of the wrong type.
             OSError: it cannot be read.
         """
+        content = read_toml(path)
         try:
-            return Configuration.of(tomllib.loads(path.read_text(encoding="utf-8")))
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path} is not TOML: {error}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not TOML: it is not UTF-8 ({error.reason})") from None
-        except OSError as error:
-            raise OSError(f"{path} cannot be read: {error.strerror}") from None
+            return Configuration.of(content)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -87,6 +71,7 @@ class Configuration:
             seeds=_list(_SEEDS, content),
             metric=METRIC.parse(content.get("metric", METRIC.default)),
             statistic=STATISTIC.parse(content.get("statistic", STATISTIC.default)),
+            columns=_list(COLUMNS, content),
             sweep=dict(sweep),
         )
 

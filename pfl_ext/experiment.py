@@ -3,163 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.nn import Module
+
 from . import nn
 from .algorithms import METHODS
-from .data import PARTITIONERS, SOURCES, Dataset, Partition, load, load_test
+from .data import PARTITIONERS, Dataset, Partition, load, load_test
 from .engines import EngineOptions, make_engine
 from .federation import Federation, Method, Settings, stream
-from .options import REQUIRED, Option, OptionError, checked, made, nearest, of_dataclass, of_signature
+from .named import OWN_DATA, PYTHON, in_file, known
+from .options import REQUIRED, Option, OptionError, checked, made, of_dataclass
+from .reports import CONFIG, read_config
+from .sections import (
+    DATA_OPTIONS,
+    NETWORK_OPTIONS,
+    PARTITION_OPTIONS,
+    SECTIONS,
+    TASK_OPTIONS,
+    check_tables,
+    chosen,
+    default_clients,
+    network_options,
+    partition_options,
+    refuse_unknown,
+    settings_options,
+    task_options,
+)
+from .tasks import Task, task_of
 
-__all__ = [
-    "DATA_OPTIONS",
-    "NETWORK_OPTIONS",
-    "PARTITION_OPTIONS",
-    "SECTIONS",
-    "Experiment",
-    "check_tables",
-    "default_clients",
-    "method_options",
-    "network_options",
-    "owners",
-    "partition_options",
-    "refuse_unknown",
-    "settings_options",
-]
-
-SECTIONS = ("data", "partition", "network", "federation", "method")
-"""The tables of a configuration file that decide a run."""
-
-
-def method_options(name: str) -> dict[str, Option]:
-    """The options of a method."""
-    return of_dataclass(_known("method", name, METHODS))
-
-
-def settings_options() -> dict[str, Option]:
-    """The options every federation has and those of its engine, each with the group it belongs to."""
-    return of_dataclass(Settings) | of_dataclass(EngineOptions)
-
-
-def partition_options(name: str) -> dict[str, Option]:
-    """The options of a partitioner, read off its signature."""
-    return of_signature(_known("partition", name, PARTITIONERS))
-
-
-def default_clients(partition: str) -> int | None:
-    """How many clients there are unless a number is given: 10, or None where the data say it."""
-    clients = inspect.signature(_known("partition", partition, PARTITIONERS)).parameters["clients"]
-    return 10 if clients.default is clients.empty else None
-
-
-def network_options(name: str) -> dict[str, Option]:
-    """The options of a network: its own, and those that all have; ``auto`` has the latter alone."""
-    own = {} if name == "auto" else of_signature(_known("network", name, nn.NETWORKS))
-    return own | of_signature(nn.build)
-
-
-_CHOSEN: dict[str, tuple[Mapping[str, Any], Callable[[str], dict[str, Option]]]] = {
-    "method": (METHODS, method_options),
-    "partition": (PARTITIONERS, partition_options),
-    "network": (nn.NETWORKS, network_options),
-}
-
-
-def owners(section: str, option: str) -> list[str]:
-    """The methods, partitions or networks, as the table is, that have an option."""
-    if section not in _CHOSEN:
-        return []
-    names, options_of = _CHOSEN[section]
-    return [name for name in names if option in options_of(name)]
-
-
-def _known(what: str, name: str, table: Mapping[str, Any]) -> Any:
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}{nearest(name, table)}; known are {', '.join(sorted(table))}")
-    return table[name]
-
-
-def refuse_unknown(section: str, chosen: str, given: Mapping[str, Any], known: Mapping[str, Option]) -> None:
-    """Refuse options that a table, for the method, partition or network ``chosen`` there, does not have.
-
-    Raises:
-        OptionError: the message says who has the option, or suggests the nearest names.
-    """
-    for name, value in given.items():
-        if name in known:
-            continue
-        of = f"the {section} {chosen}" if chosen else section
-        others = owners(section, name)
-        if others:
-            problem = f"is an option of the {section} {', '.join(others)}; this run has {chosen}"
-            message = f"unknown option {name!r} of {of}: it {problem}"
-        else:
-            problem = f"is no option of {of}{nearest(name, known)}"
-            message = f"unknown option {name!r} of {of}{nearest(name, known)}; it has {', '.join(known)}"
-        raise OptionError(section, name, value, problem, message)
-
-
-def check_tables(sections: Mapping[str, Any]) -> None:
-    """Refuse tables that an experiment does not have, and what is no table.
-
-    Raises:
-        ValueError: the message names it.
-    """
-    for name, table in sections.items():
-        if name not in SECTIONS:
-            raise ValueError(f"unknown table [{name}]{nearest(name, SECTIONS)}; known are {', '.join(SECTIONS)}")
-        if not isinstance(table, Mapping):
-            raise ValueError(f"{name} is {table!r}; accepted is a table, [{name}]")
-
-
-DATA_OPTIONS = {
-    "name": Option("data", str, "digits", ", ".join(SOURCES)),
-    "root": Option(
-        "data_root", Path | None, None, "the folder with the files; relative PATHs are looked for there too"
-    ),
-    "download": Option("download", bool, False, "let torchvision download what is not there"),
-    "train_samples": Option("train_samples", int, 0, "use so many training samples, drawn from the seed; 0: all"),
-    "test_samples": Option("test_samples", int, 0, "use so many of the official test samples; 0: all"),
-    "mean": Option("data_mean", tuple[float, ...] | None, None, "mean of each channel in place of the data's own"),
-    "std": Option("data_std", tuple[float, ...] | None, None, "standard deviation of each channel likewise"),
-    "auxiliary": Option(
-        "auxiliary", str | None, None, "unlabelled data of the server: a name as for data, or server: its held-out part"
-    ),
-    "auxiliary_samples": Option("auxiliary_samples", int, 0, "use so many of them, drawn from the seed; 0: all"),
-    "extra_tests": Option(
-        "extra_tests",
-        dict[str, str] | None,
-        None,
-        "NAME=SOURCE,...: test sets beside the global one, for the models of the last round: cifar10.1, cifar10-c "
-        "(@5: of severity 5), or the test part of a name as for data",
-    ),
-    "extra_test_samples": Option(
-        "extra_test_samples", int, 0, "use so many of each (of each corruption), drawn from the seed; 0: all"
-    ),
-}
-"""The options of the table ``data``, each with its name on the command line."""
-
-PARTITION_OPTIONS = {
-    "name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
-    "clients": Option("clients", int | None, None, "number of clients (default: 10; by_domain: one for each)"),
-    "file": Option("partition_file", Path | None, None, "a saved partition in place of a drawn one"),
-}
-"""The options of the table ``partition`` beside those of the partitioner."""
-
-NETWORK_OPTIONS = {"name": Option("network", str, "auto", f"auto, {', '.join(nn.NETWORKS)}")}
-"""The same of the table ``network``."""
-
-_METHOD = {"name": Option("method", str, REQUIRED, "")}
+__all__ = ["Experiment", "of_folder", "restored", "saved_weights"]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that decides a run. Options that are not named have their defaults."""
+    """Everything that decides a run. Options that are not named have their defaults.
+
+    ``module`` and ``dataset`` are objects that a Python program gives in place of what the names stand for.
+    """
 
     method: str
     method_options: Mapping[str, Any] = field(default_factory=dict)
@@ -168,11 +53,16 @@ class Experiment:
     partition: str = PARTITION_OPTIONS["name"].default
     clients: int | None = None
     partition_options: Mapping[str, Any] = field(default_factory=dict)
+    partition_seed: int | None = None
     partition_file: Path | None = None
+    task: str = TASK_OPTIONS["name"].default
+    task_options: Mapping[str, Any] = field(default_factory=dict)
     network: str = NETWORK_OPTIONS["name"].default
     network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    module: Module | None = field(default=None, compare=False, repr=False)
+    dataset: Dataset | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Set the number of clients where none is given."""
@@ -181,18 +71,20 @@ class Experiment:
 
     @staticmethod
     def from_sections(sections: Mapping[str, Mapping[str, Any]]) -> Experiment:
-        """The experiment of a file with the tables ``data``, ``partition``, ``network``, ``federation`` and ``method``.
+        """The experiment of a file with the tables ``data``, ``partition``, ``task``, ``network``, ``federation`` and
+        ``method``.
 
         Raises:
             ValueError: an unknown table, name or option (the nearest names are suggested), or a value out of range.
         """
         check_tables(sections)
-        data, partition, network, federation, method = (dict(sections.get(name, {})) for name in SECTIONS)
+        data, partition, task, network, federation, method = (dict(sections.get(name, {})) for name in SECTIONS)
         if "name" not in method:
             raise ValueError(f"no method is named; known are {', '.join(METHODS)}")
-        name, own = _chosen("method", method, _METHOD)
-        cut, cut_options = _chosen("partition", partition, PARTITION_OPTIONS)
-        net, net_options = _chosen("network", network, NETWORK_OPTIONS)
+        name, own = chosen("method", method)
+        cut, cut_options = chosen("partition", partition)
+        learned, task_own = chosen("task", task)
+        net, net_options = chosen("network", network)
         refuse_unknown("data", "", data, DATA_OPTIONS)
         refuse_unknown("federation", "", federation, settings_options())
         source = checked("data", data, DATA_OPTIONS)
@@ -200,7 +92,9 @@ class Experiment:
             raise OptionError(
                 "partition", "clients", partition["clients"], f"is {cut['clients']}; accepted is 1 or more"
             )
-        made("method", METHODS[name["name"]], method, own)  # refuses what is out of range
+        _check_method(name["name"], method, own)
+        if learned["name"] != "auto":
+            made("task", known("task", learned["name"]), task, task_own)
         run, of_engine = checked("federation", federation, settings_options()), of_dataclass(EngineOptions)
         engine = {key: run.pop(key) for key in of_engine if key in run}
         return Experiment(
@@ -211,7 +105,10 @@ class Experiment:
             partition=cut["name"],
             clients=cut["clients"],
             partition_options=cut_options,
+            partition_seed=cut["seed"],
             partition_file=cut["file"],
+            task=learned["name"],
+            task_options=task_own,
             network=net["name"],
             network_options=net_options,
             settings=made("federation", Settings, federation, run),
@@ -225,31 +122,55 @@ class Experiment:
             value = self.partition_options.get(option.name, option.default)
             if value is not REQUIRED:
                 cut[option.name] = value
+        cut["seed"] = self.partition_seed
         if self.partition_file is not None:
             cut["file"] = str(self.partition_file)
         return _without_none(
             {
                 "data": {"name": self.data, **_values(DATA_OPTIONS, self.data_options)},
                 "partition": {"name": self.partition, **cut},
+                "task": {"name": self.task, **_values(task_options(self.task), self.task_options)},
                 "network": {
                     "name": self.network,
                     **_values(network_options(self.network), self.network_options),
                 },
                 "federation": dataclasses.asdict(self.settings) | dataclasses.asdict(self.engine),
-                "method": {"name": self.method, **dataclasses.asdict(self.make_method())},
+                "method": {"name": self.method, **self._method_values()},
             }
         )
 
     def make_method(self) -> Method:
         """The method with its options."""
-        method = METHODS[self.method](**self.method_options)
+        options = dict(self.method_options)
+        if in_file(str(options.get("optimizer"))) or str(options.get("optimizer")).startswith(PYTHON):
+            options["optimizer"] = known("optimizer", options["optimizer"])  # itself: workers know no other names
+        method = known("method", self.method)(**options)
         assert isinstance(method, Method)
         return method
 
+    def _method_values(self) -> dict[str, Any]:
+        """The method's options, given or default; what a name stands for by its name."""
+        values = {f.name: getattr(self.make_method(), f.name) for f in dataclasses.fields(self.make_method())}
+        return values | {name: value for name, value in self.method_options.items() if callable(values[name])}
+
+    def _load(self, name: str) -> Dataset:
+        """The data set of a name, of the package or of a user's file."""
+        root = self.data_options.get("root")
+        if name in OWN_DATA:
+            return OWN_DATA[name](root)
+        if name.startswith(PYTHON):
+            known("data", name)  # tells what that is
+        return load(name, root, self.data_options.get("download", False))
+
+    @property
+    def data_seed(self) -> int:
+        """What decides which samples there are and who has them."""
+        return self.settings.seed if self.partition_seed is None else self.partition_seed
+
     def make_data(self) -> tuple[Dataset, Partition]:
         """The data set and its partition: that of the file, or drawn from the seed."""
-        some, seed = self.data_options, self.settings.seed
-        dataset = load(self.data, some.get("root"), some.get("download", False))
+        some, seed = self.data_options, self.data_seed
+        dataset = self._load(self.data) if self.dataset is None else self.dataset
         for part, test in (("train_samples", False), ("test_samples", True)):
             if some.get(part, 0):
                 dataset = dataset.sample(some[part], test=test, generator=stream(seed, f"data/{part}"))
@@ -272,7 +193,7 @@ class Experiment:
                 )
             found = dataset.subset(partition.server)
         else:
-            found = load(some["auxiliary"], some.get("root"), some.get("download", False))
+            found = self._load(some["auxiliary"])
             found = found.subset((~found.is_test).nonzero().flatten())
         if some.get("auxiliary_samples", 0):
             generator = stream(self.settings.seed, "data/auxiliary_samples")
@@ -293,33 +214,114 @@ class Experiment:
             found[name] = tuple(part.in_shape_of(dataset) for part in parts)
         return found
 
-    def make_network(self, dataset: Dataset) -> Any:
-        """The network with the initial weights of the seed; ``auto`` is lenet for colour images, else mlp."""
-        shape = tuple(dataset.input_shape)
-        name = self.network
-        if name == "auto":
-            name = "lenet" if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16 else "mlp"
+    def make_task(self, dataset: Dataset) -> Task:
+        """The task; ``auto`` is what the targets are for."""
+        return task_of(dataset) if self.task == "auto" else known("task", self.task)(**self.task_options)
+
+    def make_network(self, dataset: Dataset) -> Module:
+        """The network with the initial weights of the seed, or that of the Python program."""
+        if self.module is not None:
+            return self.module
+        options = dict(self.network_options)
         generator = stream(self.settings.seed, "network")
-        return nn.build(name, shape, len(dataset.classes), generator, **self.network_options)
+        if _is_run(options.get("pretrained")):
+            options["weights"] = saved_weights(Path(options["pretrained"]))
+        return nn.build(self._network(dataset), dataset.input_shape, _outputs(dataset), generator, **options)
+
+    def _network(self, dataset: Dataset) -> str:
+        """The network's name; ``auto`` is lenet for colour images, else mlp."""
+        if self.network != "auto":
+            return self.network
+        if not isinstance(dataset.inputs, Tensor):
+            raise ValueError(f"network is 'auto', and a sample of {dataset.name!r} is several tensors; name a network")
+        shape = tuple(dataset.input_shape)
+        return "lenet" if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16 else "mlp"
+
+    def resolved(self, dataset: Dataset) -> Experiment:
+        """The same experiment with what ``auto`` stands for."""
+        task = self.make_task(dataset).name if self.task == "auto" else self.task
+        cut = {name: option.default for name, option in partition_options(self.partition).items() if name == "test"}
+        cut |= self.partition_options
+        if cut.get("test") == "auto":
+            cut["test"] = "proportional" if bool(dataset.is_test.any()) else "split"
+        return dataclasses.replace(self, task=task, network=self._network(dataset), partition_options=cut)
 
     def make(self, dataset: Dataset, partition: Partition, **more: Any) -> Federation:
         """The federation, ready to run."""
         more.setdefault("auxiliary", self.make_auxiliary(dataset, partition))
         more.setdefault("extra_tests", self.make_extra_tests(dataset))
+        more.setdefault("task", self.make_task(dataset))
         more.setdefault("engine", make_engine(self.engine))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
 
 
-def _chosen(
-    section: str, table: Mapping[str, Any], common: Mapping[str, Option]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a table that chooses something by its ``name``: of ``common``, defaults included; of its own."""
-    defaults = {name: option.default for name, option in common.items()}
-    found = defaults | checked(section, {name: table[name] for name in table if name in common}, common)
-    own = {name: value for name, value in table.items() if name not in common}
-    known = _CHOSEN[section][1](found["name"])
-    refuse_unknown(section, found["name"], own, known | dict(common))
-    return found, checked(section, own, known)
+def _check_method(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse options of a method that are out of range."""
+    optimizer = own.get("optimizer", "sgd")
+    if in_file(optimizer) or optimizer.startswith(PYTHON):
+        known("optimizer", optimizer)
+    made("method", known("method", name), given, own)
+
+
+def _outputs(dataset: Dataset) -> int:
+    """How many outputs a network has: one for each class, or for each number to predict."""
+    numbers = dataset.targets.shape[1] if dataset.targets.dim() > 1 else 1
+    return len(dataset.classes) or numbers
+
+
+# ---- a run that is in a folder ---------------------------------------------------------------------------------------
+
+
+def of_folder(folder: Path) -> Experiment:
+    """The experiment of a run's ``config.toml``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not that of a run, or names what is not known.
+    """
+    content = read_config(folder)
+    if not all(isinstance(content.get(section), dict) for section in SECTIONS):
+        raise ValueError(f"{folder / CONFIG} is not that of a run: it does not have the tables {', '.join(SECTIONS)}")
+    return Experiment.from_sections({section: content[section] for section in SECTIONS})
+
+
+def restored(
+    folder: Path, experiment: Experiment, checkpoint: Path | None = None, device: str | None = None
+) -> Federation:
+    """A run's federation in this process, as its newest checkpoint has it, or that one, on a device of its own
+    or the run's. The folder stays as it is.
+
+    Raises:
+        FileNotFoundError: it has no checkpoint.
+    """
+    of_run = experiment.settings.device
+    here = dataclasses.replace(
+        experiment,
+        settings=dataclasses.replace(experiment.settings, store="memory", device=device or of_run),
+        engine=EngineOptions(engine="process"),
+        partition_file=folder / "partition.safetensors",
+    )
+    federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed
+    federation.read(folder, checkpoint, of_run)
+    return federation
+
+
+def _is_run(source: str | None) -> bool:
+    """Whether weights are those of a run: its folder, or one of its checkpoints."""
+    return source is not None and (Path(source).is_dir() or Path(source).parent.name == "checkpoints")
+
+
+def saved_weights(place: Path) -> dict[str, Tensor]:
+    """The tensors of the global model that a run has saved, by the network's own names.
+
+    Args:
+        place: the run's folder, or one of its checkpoints.
+    """
+    folder, checkpoint = (place, None) if place.is_dir() else (place.parent.parent, place)
+    return dict(restored(folder, of_folder(folder), checkpoint).global_model().state_dict())
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 def _values(known: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .experiment import Experiment, method_options, settings_options
+from .experiment import Experiment
+from .sections import method_options, settings_options
 
 __all__ = ["write_app"]
 

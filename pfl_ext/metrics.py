@@ -1,4 +1,7 @@
-"""Accuracy, loss and AUC of one model on one set of samples, and the distribution of such results over clients."""
+"""Accuracy, loss and AUC of one model on one set of samples, and the distribution of such results over clients.
+
+What tables and plots must know of a metric is here too: whether it is shown in per cent, and whether low is good.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,56 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
-__all__ = ["classification_metrics", "mean_metrics", "prediction_distance", "summarize"]
+__all__ = [
+    "LOWER_IS_BETTER",
+    "SHARES",
+    "classification_metrics",
+    "digits_of",
+    "mean_metrics",
+    "prediction_distance",
+    "scale_of",
+    "sign_of",
+    "summarize",
+    "word_of",
+]
+
+SHARES = {"accuracy", "auc", "iou"}
+"""Metrics between 0 and 1 that are shown in per cent. A task of your own may add its metrics."""
+
+LOWER_IS_BETTER = {"loss", "mae", "rmse", "perplexity"}
+"""Metrics of which the lowest is the best; of all others it is the highest. A task of your own may add its metrics."""
 
 _QUANTILES = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
 
 
-def prediction_distance(personal: Tensor, other: Tensor, multilabel: bool = False) -> float:
+def scale_of(metric: str) -> float:
+    """What a metric is multiplied by to be shown: shares are shown in per cent."""
+    return 100.0 if metric in SHARES else 1.0
+
+
+def sign_of(metric: str) -> float:
+    """What a metric is multiplied by so that higher is better: 1, or -1 where low is good."""
+    return -1.0 if metric in LOWER_IS_BETTER else 1.0
+
+
+def digits_of(metric: str) -> int:
+    """Decimals that a metric is shown with: hundredths of a per cent, as fine for any other."""
+    return 2 if metric in SHARES else 4
+
+
+def word_of(metric: str) -> str:
+    """What a metric is called in a sentence."""
+    return {"auc": "AUC", "mae": "MAE", "rmse": "RMSE", "iou": "IoU", "r2": "R²"}.get(metric, metric)
+
+
+def prediction_distance(personal: Tensor, other: Tensor) -> float:
     r"""How far two models' predictions are apart: the term of PerAda's Theorem 2,
 
     .. math:: \frac1n \sum_i \min\{1, \|p(x_i) - g(x_i)\|_1\}
 
-    with probabilities p and g, the softmax of the logits (of multi-label data the sigmoid).
+    with probabilities p and g, a row a sample (:meth:`pfl_ext.tasks.Task.probabilities`).
     """
-    p, g = (x.double().sigmoid() if multilabel else torch.softmax(x.double(), -1) for x in (personal, other))
-    return float((p - g).abs().sum(-1).clamp(max=1).mean())
+    return float((personal - other).abs().sum(-1).clamp(max=1).mean())
 
 
 def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
@@ -69,6 +108,8 @@ def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
     # In float32 the probabilities of confident samples round to equal ones, which the AUC would take for ties.
     scores = logits.detach().double()
     targets = targets.detach().to(scores.device)
+    if not several and len(scores) <= _FEW and scores.device.type == "cpu":
+        return _metrics_of_few(scores, targets.long().numpy())
     broken = scores.isnan()
     if several:
         positives = targets == 1
@@ -78,11 +119,7 @@ def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
         right = ((scores > 0) == positives) & ~broken
     else:
         targets = targets.long()
-        if targets.min() < 0 or targets.max() >= logits.shape[1]:
-            raise ValueError(
-                f"targets must be class numbers from 0 to {logits.shape[1] - 1}, as many as the logits have columns; "
-                f"got {int(targets.min())} to {int(targets.max())}"
-            )
+        _check_classes(int(targets.min()), int(targets.max()), logits.shape[1])
         right = (scores.argmax(1) == targets) & ~broken.any(1)
         scores = log_softmax(scores, 1)
         loss = -scores.gather(1, targets[:, None]).mean()
@@ -93,6 +130,41 @@ def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
         auc = _macro_auc(scores.T.cpu().numpy(), positives.T.cpu().numpy())
     accuracy, loss_value = torch.stack([right.double().mean(), loss]).tolist()
     return {"accuracy": accuracy, "loss": loss_value, "auc": auc}
+
+
+def _check_classes(lowest: int, highest: int, classes: int) -> None:
+    if lowest < 0 or highest >= classes:
+        raise ValueError(
+            f"targets must be class numbers from 0 to {classes - 1}, as many as the logits have columns; "
+            f"got {lowest} to {highest}"
+        )
+
+
+_FEW = 64
+"""Up to so many samples comparing all with all takes less time than sorting them class by class."""
+
+
+def _metrics_of_few(logits: Tensor, targets: np.ndarray) -> dict[str, float]:
+    """The same for few samples with one class each, in few calls: most of a small client's evaluation is overhead."""
+    scores, raw, samples = log_softmax(logits, 1).numpy(), logits.numpy(), np.arange(len(targets))
+    _check_classes(int(targets.min()), int(targets.max()), raw.shape[1])
+    own = scores[samples, targets]
+    right = (raw.argmax(1) == targets) & ~np.isnan(raw).any(1)
+    auc = _macro_auc_of_few(scores, own, targets) if np.isfinite(raw).all() else float("nan")
+    return {"accuracy": float(right.mean()), "loss": float(-own.mean()), "auc": auc}
+
+
+def _macro_auc_of_few(scores: np.ndarray, own: np.ndarray, targets: np.ndarray) -> float:
+    """As :func:`_macro_auc`, to the bit, by comparing each sample's score of its own class with that of all others."""
+    others = scores[:, targets].T  # [i, j]: sample j's score of the class of sample i
+    apart = targets[:, None] != targets
+    # Twice the pairs that are in the right order, a tie counting half: integers.
+    won = ((own[:, None] > others).astype(np.int64) * 2 + (own[:, None] == others)) * apart
+    count = np.bincount(targets, minlength=scores.shape[1])
+    found = np.bincount(targets, won.sum(1), scores.shape[1])
+    pairs = (count * (len(targets) - count)).tolist()
+    areas = [twice / (2 * n) for twice, n in zip(found.tolist(), pairs, strict=True) if n]
+    return sum(areas) / len(areas) if areas else float("nan")
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,10 +1,12 @@
-"""Options: what can be set, read off dataclasses and signatures, and checked when it is."""
+"""Options: each is written once, with default and help, for code, command line, files, tables and identity."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -16,11 +18,14 @@ __all__ = [
     "REQUIRED",
     "Option",
     "OptionError",
+    "Options",
     "checked",
     "made",
     "nearest",
     "of_dataclass",
     "of_signature",
+    "option",
+    "plain_value",
     "title",
 ]
 
@@ -52,6 +57,62 @@ _SYNONYMS = {
 }
 
 _Made = TypeVar("_Made")
+
+
+# ---- declaring them --------------------------------------------------------------------------------------------------
+
+
+def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, identity: bool = True) -> Any:
+    """A field of :class:`Options`.
+
+    Args:
+        default: its value where nobody names it.
+        help: what it is, for the command line and the tables.
+        choices: all values that are accepted; None: any of its type.
+        identity: whether it has an influence on what models become. A run goes on only where a run of the same
+            identity stopped; what has no influence may change between the two.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "identity": identity})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options that are made by :func:`option`, checked when they are set."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is not among an option's choices."""
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            if choices:
+                chosen = getattr(self, field.name) in choices
+                self.check(field.name, chosen, f"one of {', '.join(map(str, choices))}")
+
+    def check(self, name: str, holds: bool, accepted: str) -> None:
+        """Raise a ValueError that says what was given and what is accepted, unless the condition holds."""
+        value = getattr(self, name)
+        if not holds or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}; accepted is a value {accepted}")
+
+    def identity(self) -> dict[str, Any]:
+        """The options that have an influence on what models become."""
+        return {
+            field.name: plain_value(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.metadata["identity"]
+        }
+
+
+def plain_value(value: Any) -> Any:
+    """A value as records and identities have it: itself, or the name of a function or a class of the user's."""
+    if isinstance(value, functools.partial):
+        given = [*map(repr, value.args), *(f"{name}={one!r}" for name, one in value.keywords.items())]
+        return f"{plain_value(value.func)}({', '.join(given)})"
+    return (
+        f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}" if callable(value) else value
+    )
+
+
+# ---- reading and checking them ---------------------------------------------------------------------------------------
 
 
 class OptionError(ValueError):
@@ -166,7 +227,7 @@ def title(thing: Any) -> str:
 
 
 def of_dataclass(cls: type) -> dict[str, Option]:
-    """The options that are the fields of a dataclass, made by :func:`pfl_ext.federation.option`.
+    """The options that are the fields of a dataclass, made by :func:`option`.
 
     The group of each is the class that declares it, by its title; groups come in the order of the bases.
     """

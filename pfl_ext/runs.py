@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from .data import Dataset, Partition
-from .engines import EngineOptions, InProcess
-from .experiment import Experiment
-from .federation import Client, Federation, Request, WorkingModel, stream
+from .engines import EngineOptions, InProcess, begun_before_restart, note_begun
+from .experiment import Experiment, restored
+from .federation import Client, Federation, ForeignCheckpoint, Request, Settings, WorkingModel, state_of, stream
+from .options import nearest
 from .reports import (
+    CONFIG,
     LOCK,
+    Look,
     Progress,
     ResultsFolder,
     Runs,
@@ -27,16 +30,18 @@ from .reports import (
     client_density,
     client_distribution,
     lock,
+    partitions,
+    read_config,
     recorded,
     tensorboard,
     versions,
 )
 
-__all__ = ["SavedModels", "draw", "has_results", "run_in"]
+__all__ = ["SavedModels", "config_of", "differences", "draw", "has_results", "run_in"]
 
 # What a run leaves in its folder. Only these are removed to overwrite it: the folder may hold a user's own files too.
 _LEFT = (
-    "config.json",
+    CONFIG,
     "versions.json",
     "metrics.jsonl",
     "metrics.csv",
@@ -46,7 +51,7 @@ _LEFT = (
     "checkpoints",
     "partition.safetensors",
     "tensorboard",
-    "accuracy.png",
+    "curves.png",
     "clients.png",
     "density.png",
     "partition.png",
@@ -65,6 +70,7 @@ def run_in(
     dataset: Dataset,
     partition: Partition,
     *,
+    look: Look | None = None,
     label: str = "",
     resume: bool = False,
     overwrite: bool = False,
@@ -79,15 +85,24 @@ def run_in(
         folder: where results and checkpoints go.
         experiment: what runs.
         dataset, partition: its data, as :meth:`Experiment.make_data` makes them.
+        look: which metric the progress display shows, and the tables and pictures that are made of the results.
         label: what the progress display calls it; else the method.
-        resume: go on from the folder's last good checkpoint.
+        resume: go on from the folder's last good checkpoint. So does a run that was begun before torchrun started all
+            processes again.
         overwrite: remove the results of an earlier run in the folder. They stay if this one cannot begin.
         quiet: show no progress.
         board: write TensorBoard files too.
         make: makes the federation, where that is not :meth:`Experiment.make` alone.
         seen: called with every record.
+
+    Raises:
+        ForeignCheckpoint: the folder's run, which was to be resumed, has other options; the message lists them.
+        ValueError: the task has no such metric, or what the federation refuses.
     """
+    look, experiment = look or Look(), experiment.resolved(dataset)
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    if begun_before_restart(str(folder.resolve())):
+        resume, overwrite = True, False
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock(folder))
         with _set_aside(folder) if overwrite else contextlib.nullcontext():
@@ -96,12 +111,16 @@ def run_in(
             before = {path.name for path in folder.iterdir()}
             results = ResultsFolder.open(folder) if begun else ResultsFolder.create(folder)
             try:
-                federation = (make or experiment.make)(dataset, partition, folder=folder, resume=resume)
+                with _differences_listed(folder, experiment):
+                    federation = (make or experiment.make)(dataset, partition, folder=folder, resume=resume)
+                look = look.of(federation.task.metric)
+                _check_metric(federation, look)
             except BaseException:
                 if not begun:  # a run that cannot begin leaves nothing
                     _remove_new(folder, before, absent)
                 raise
-        results.write_json("config.json", experiment.sections())
+        note_begun(str(folder.resolve()))
+        results.write_toml(CONFIG, config_of(experiment, look))
         results.write_json("versions.json", versions())
         with results.replacing("partition.safetensors") as path:
             partition.save(path)
@@ -113,7 +132,7 @@ def run_in(
             stack.push(_at_end(opened.close))
         stack.push(_at_end(results.write_csv))
         for record in recorded(federation, results):
-            progress.update(min(record["round"], rounds), **_shown(record))
+            progress.update(min(record["round"], rounds), **_shown(record, look.metric or ""))
             seen(record)
             if opened is not None:
                 opened.append(record)
@@ -171,23 +190,79 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _shown(record: Mapping[str, Any]) -> dict[str, float]:
-    """What the progress display shows of a round: the accuracy of each model, else the training loss."""
+def _shown(record: Mapping[str, Any], metric: str) -> dict[str, float]:
+    """What the progress display shows of a round: the metric of each model, else the training loss."""
     models = record.get("models", {})
     if not models:
         return {"loss": record["training"]["loss"]} if "loss" in record["training"] else {}
-    return {
-        f"{name} accuracy": splits["test"]["accuracy"]["mean"] for name, splits in models.items() if "test" in splits
-    }
+    found = {name: splits.get("test", {}).get(metric) for name, splits in models.items()}
+    return {f"{name} {metric}": summary["mean"] for name, summary in found.items() if summary is not None}
 
 
-def draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition) -> None:
-    """Draw runs on the same data into a folder; without matplotlib say so and go on."""
+def config_of(experiment: Experiment, look: Look) -> dict[str, Any]:
+    """What a run's ``config.toml`` says: every option with its value, given or default."""
+    shown = {"metric": look.metric, "statistic": look.statistic, "columns": look.columns}
+    return {**shown, **experiment.sections()}
+
+
+@torch.no_grad()
+def _check_metric(federation: Federation, look: Look) -> None:
+    """Refuse a metric that the run's task does not have."""
+    task, model = federation.task, federation.server.model
+    inputs, targets = federation.dataset.batch(torch.cat([*federation.partition.train])[:2])
+    training = model.module.training
+    model.module.eval()
+    names = list(task.metrics(*task.reduce(model(inputs), targets)))
+    model.module.train(training)
+    if look.metric not in names:
+        close = nearest(str(look.metric), names)
+        raise ValueError(f"metric is {look.metric!r}{close}; the task {task.name} has {', '.join(names)}")
+
+
+@contextlib.contextmanager
+def _differences_listed(folder: Path, experiment: Experiment) -> Iterator[None]:
+    """Where a run is not that of the folder's checkpoints, say in which options."""
     try:
-        accuracy_curves(runs, folder / "accuracy.png")
-        client_distribution(runs, folder / "clients.png")
-        client_density(runs, folder / "density.png")
-        partition.draw(dataset, folder / "partition.png")
+        yield
+    except ForeignCheckpoint as error:
+        try:
+            theirs = read_config(folder)
+        except (OSError, ValueError):
+            raise error from None
+        lines = differences(theirs, experiment.sections())
+        if not lines:
+            raise
+        more = "Give the values of that run (pfl-ext resume FOLDER does), or name another folder"
+        raise ForeignCheckpoint(f"the run in {folder} has other options:\n" + "\n".join(lines) + f"\n{more}") from None
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The options that two runs do not have in common and that decide what models become, a line for each."""
+    free = {f.name for cls in (Settings, EngineOptions) for f in dataclasses.fields(cls) if not f.metadata["identity"]}
+    lines = []
+    for section, table in ours.items():
+        old = theirs.get(section, {})
+        for name in dict.fromkeys([*old, *table]):
+            before, now = (_plain(options.get(name, "not set")) for options in (old, table))
+            if before != now and not (section == "federation" and name in free):
+                lines.append(f"  {section}.{name}: {before!r} there, {now!r} here")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def draw(runs: Runs, folder: Path, dataset: Dataset, partition: Partition, look: Look | None = None) -> None:
+    """Draw runs on the same data into a folder; without matplotlib say so and go on."""
+    metric = (look or Look()).metric or "accuracy"
+    try:
+        accuracy_curves(runs, folder / "curves.png", metric)
+        client_distribution(runs, folder / "clients.png", f"personal/test/{metric}")
+        client_density(runs, folder / "density.png", f"personal/test/{metric}")
+        several = len(partitions(runs))
+        note = f"the last seed's, one of {several} partitions" if several > 1 else ""
+        partition.draw(dataset, folder / "partition.png", note)
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
 
@@ -197,24 +272,18 @@ class SavedModels:
 
     Args:
         folder: the results of the run.
-        experiment: that of its ``config.json``.
+        experiment: that of its ``config.toml``.
         client: whose models and data.
+        device: where they are computed with; by default that of the run.
 
     Raises:
-        ValueError: the run has no such client.
+        ValueError: the run has no such client, or the device cannot be used.
         FileNotFoundError: it has no checkpoint.
     """
 
-    def __init__(self, folder: Path, experiment: Experiment, client: int) -> None:
+    def __init__(self, folder: Path, experiment: Experiment, client: int, device: str | None = None) -> None:
         """See the class."""
-        here = dataclasses.replace(
-            experiment,
-            settings=dataclasses.replace(experiment.settings, store="memory"),
-            engine=EngineOptions(),
-            partition_file=folder / "partition.safetensors",
-        )
-        federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed
-        federation.read(folder)
+        federation = restored(folder, experiment, device=device)
         self._partition = federation.partition
         if not 0 <= client < self._partition.clients:
             raise ValueError(f"client is {client}; the run has clients 0 to {self._partition.clients - 1}")
@@ -223,7 +292,16 @@ class SavedModels:
         self.model: WorkingModel = engine.runtime.model
         self.client: Client
         self.client, received = engine.runtime.begin(Request(client, federation.round, "evaluate"))
-        self.states: dict[str, Tensor] = engine.runtime.models(self.client, received)
+        self._models = engine.runtime.models(self.client, received)
+        self.names = list(self._models)
+
+    def state(self, name: str) -> Tensor:
+        """A model as a state of the network.
+
+        Raises:
+            ValueError: it is no such state.
+        """
+        return state_of(name, self._models[name])
 
     def samples(self, split: str, most: int, seed: int) -> Tensor:
         """Indices of at most so many samples of the client's ``split``, or of the ``global_test``.
@@ -232,4 +310,4 @@ class SavedModels:
         """
         indices: Tensor = self._partition.global_test if split == "global_test" else getattr(self.client, split)
         order = torch.randperm(len(indices), generator=stream(seed, "landscape/samples"))
-        return indices[order[:most]]
+        return indices[order[:most].to(indices.device)]

@@ -7,6 +7,24 @@ from types import ModuleType
 
 import pytest
 
+if "FAKEGPU_BUILD" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    # On a simulated GPU (`make gpu-check`): it was started in the process that starts this one, and must be here too,
+    # before anything asks for torch's devices.
+    import fakegpu
+
+    fakegpu.start()
+
+import torch
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(params=DEVICES)
+def device_type(request: pytest.FixtureRequest) -> str:
+    """Each device there is, once: the CPU's kernels with the instruction set that is taken by default."""
+    name: str = request.param
+    return name
+
 
 @pytest.fixture(scope="session")
 def emulator_build() -> ModuleType:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import multiprocessing
 import os
 import random
@@ -17,7 +16,7 @@ import pytest
 
 from pfl_ext.cli import main
 from pfl_ext.data import Partition
-from pfl_ext.reports import ResultsFolder
+from pfl_ext.reports import ResultsFolder, read_config
 
 QUICK = ["--data", "digits", "--clients", "5", "--rounds", "3", "--lr", "0.1", "--quiet", "--no-plots"]
 
@@ -34,27 +33,21 @@ def test_run_leaves_a_whole_results_folder(tmp_path: Path, capsys: pytest.Captur
     folder = tmp_path / "run"
     assert main(["run", "ditto", *QUICK[:-1], "--output", str(folder)]) == 0
     assert "| personal | test" in capsys.readouterr().out
-    expected = {"config.json", "versions.json", "metrics.jsonl", "metrics.csv", "clients.csv", "partition.safetensors"}
-    assert expected | {"accuracy.png", "clients.png", "density.png", "partition.png", "checkpoints", "clients"} <= set(
+    expected = {"config.toml", "versions.json", "metrics.jsonl", "metrics.csv", "clients.csv", "partition.safetensors"}
+    assert expected | {"curves.png", "clients.png", "density.png", "partition.png", "checkpoints", "clients"} <= set(
         os.listdir(folder)
     )
     assert [record["round"] for record in _metrics(folder)] == [1, 2, 3]
     with (folder / "clients.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 5 and float(rows[0]["personal/test/accuracy"]) > 0.2
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     assert config["method"]["lam"] == 1.0 and config["federation"]["rounds"] == 3
 
 
 def test_a_saved_configuration_makes_the_same_run_again(tmp_path: Path) -> None:
     assert main(["run", "fedprox", *QUICK, "--mu", "0.5", "--seed", "4", "--output", str(tmp_path / "a")]) == 0
-    config = json.loads((tmp_path / "a" / "config.json").read_text())
-    lines = []
-    for section, table in config.items():
-        lines.append(f"[{section}]")
-        lines += [f"{name} = {json.dumps(value)}" for name, value in table.items()]
-    (tmp_path / "again.toml").write_text("\n".join(lines))
-    arguments = ["run", "--config", str(tmp_path / "again.toml"), "--quiet", "--no-plots"]
+    arguments = ["run", "--config", str(tmp_path / "a" / "config.toml"), "--quiet", "--no-plots"]
     assert main([*arguments, "--output", str(tmp_path / "b")]) == 0
     assert _metrics(tmp_path / "a") == _metrics(tmp_path / "b")
 
@@ -64,7 +57,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = ["run", "--config", str(tmp_path / "some.toml"), "--mu", "0.25", "--quiet", "--no-plots"]
     assert main([*arguments, "--output", str(folder)]) == 0
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     assert config["method"]["mu"] == 0.25 and config["federation"]["rounds"] == 2
 
 
@@ -147,9 +140,9 @@ def test_compare_prints_one_table_and_writes_all_styles(tmp_path: Path, capsys: 
     assert main([*arguments, "--set", "ditto.lam=0.5"]) == 0
     out = capsys.readouterr().out
     assert out.count("| fedavg ") == 1 and out.count("| ditto ") == 1 and "personal: local test" in out
-    files = {"comparison.md", "comparison.csv", "comparison.tex", "users.md", "accuracy.png", "clients.png"}
+    files = {"comparison.md", "comparison.csv", "comparison.tex", "users.md", "curves.png", "clients.png"}
     assert files <= set(os.listdir(tmp_path))
-    config = json.loads((tmp_path / "ditto-seed1" / "config.json").read_text())
+    config = read_config(tmp_path / "ditto-seed1")
     assert config["method"]["lam"] == 0.5 and config["federation"]["seed"] == 1
     partitions = [Partition.load(tmp_path / f"{m}-seed0" / "partition.safetensors") for m in ("fedavg", "ditto")]
     assert partitions[0].fingerprint == partitions[1].fingerprint
@@ -233,7 +226,7 @@ def test_the_command_line_overrides_a_methods_own_table_in_the_file_of_a_run(tmp
     folder = tmp_path / "run"
     options = ["--lr", "0.05", "--rounds", "1", "--quiet", "--no-plots"]
     assert main(["run", "late", "--config", str(file), *options, "--output", str(folder)]) == 0
-    used = ResultsFolder.open(folder).read_json("config.json")
+    used = read_config(folder)
     assert used["method"]["name"] == "ditto" and used["federation"]["rounds"] == 1
     assert used["method"]["lr"] == 0.05 and used["method"]["lam"] == 0.3
 
@@ -309,3 +302,20 @@ def test_an_interrupt_stops_after_the_round_and_saves(tmp_path: Path, processes:
     assert 0 < done < 500
     saved = max(int(path.stem.rpartition("-")[2]) for path in (tmp_path / "checkpoints").iterdir())
     assert saved == done
+
+
+def test_a_landscape_is_the_same_on_every_device(
+    device_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    folder, printed = tmp_path / "fedavg", []
+    assert main(["run", "fedavg", *QUICK, "--output", str(folder)]) == 0
+    for device in ([], ["--device", device_type]):
+        capsys.readouterr()
+        assert main(["landscape", str(folder), "--points", "3", *device, "--output", str(tmp_path / "l.png")]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert (
+        main(["landscape", str(folder), "--points", "3", "--device", "tpu", "--output", str(tmp_path / "l.png")]) != 0
+    )
+    assert "--device is 'tpu', which cannot be used here" in capsys.readouterr().err

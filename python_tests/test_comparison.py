@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 
 from pfl_ext.cli import main
 from pfl_ext.comparison import Comparison, folder_name, points, variant
+from pfl_ext.data import Partition
+from pfl_ext.reports import ResultsFolder, read_config
 
 QUICK = ["--quiet", "--no-plots"]
 FILE = """
@@ -42,7 +43,7 @@ def _config(folder: Path, text: str = FILE) -> list[str]:
 
 
 def _saved(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    found: dict[str, Any] = read_config(folder)
     return found
 
 
@@ -120,7 +121,7 @@ def test_the_table_is_by_the_statistic_of_the_file_unless_the_command_line_names
     vary = ["--vary", "method.ditto.lam=1"] if command == "sweep" else []
     arguments = [command, "ditto", *vary, *_config(tmp_path, 'statistic = "weighted_mean"' + FILE)]
     assert main(arguments) == 0
-    assert "personal: local test, weighted" in capsys.readouterr().out
+    assert "personal: weighted local test" in capsys.readouterr().out
     assert main([*arguments, "--resume", "--statistic", "mean"]) == 0
     assert "weighted" not in capsys.readouterr().out
     assert main([command, *vary, *_config(tmp_path, 'statistic = "median"' + FILE)]) != 0
@@ -172,3 +173,48 @@ def test_points_do_not_change_the_comparison_they_are_made_of() -> None:
 def test_folder_names_hold_only_what_every_file_system_takes() -> None:
     assert folder_name("PerAda w/o KD") == "perada-w-o-kd"
     assert folder_name("alpha=0.1") == "alpha=0.1"
+
+
+def test_a_partition_seed_gives_every_seed_the_same_users_and_other_weights(tmp_path: Path) -> None:
+    common = ["compare", "fedavg", "--rounds", "1", "--clients", "3", "--seeds", "0,1", "--quiet", "--no-plots"]
+    assert main([*common, "--partition-seed", "5", "--output", str(tmp_path / "fixed")]) == 0
+    assert main([*common, "--output", str(tmp_path / "redrawn")]) == 0
+    prints = {
+        name: [
+            Partition.load(tmp_path / name / f"fedavg-seed{k}" / "partition.safetensors").fingerprint for k in (0, 1)
+        ]
+        for name in ("fixed", "redrawn")
+    }
+    assert len(set(prints["fixed"])) == 1 and len(set(prints["redrawn"])) == 2
+    accuracies = [ResultsFolder.open(tmp_path / "fixed" / f"fedavg-seed{k}").records()[-1]["training"] for k in (0, 1)]
+    assert accuracies[0] != accuracies[1]
+    assert "different people" not in (tmp_path / "fixed" / "users.md").read_text(encoding="utf-8")
+    assert "different people" in (tmp_path / "redrawn" / "users.md").read_text(encoding="utf-8")
+
+
+def test_a_sweep_writes_the_users_of_each_point(tmp_path: Path) -> None:
+    arguments = [
+        "sweep",
+        "fedavg",
+        "--vary",
+        "partition.k=2,3",
+        "--rounds",
+        "1",
+        "--clients",
+        "3",
+        "--quiet",
+        "--no-plots",
+    ]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    for point in ("k=2", "k=3"):
+        assert "| user 2 " in (tmp_path / "out" / point / "users.md").read_text(encoding="utf-8")
+
+
+def test_options_that_are_named_together_change_together() -> None:
+    given = Comparison({"federation": {"rounds": 1}}, ("fedavg",), (0,))
+    both = {"federation.dp_noise, federation.dp_clip": [[0.0, 0.0], [0.8, 1.0]]}
+    found = [point.comparison.experiments()[0][1].settings for point in points(given, both)]
+    assert [(s.dp_noise, s.dp_clip) for s in found] == [(0.0, 0.0), (0.8, 1.0)]
+    assert [point.folder for point in points(given, both)] == ["dp-noise=0.0_dp-clip=0.0", "dp-noise=0.8_dp-clip=1.0"]
+    with pytest.raises(ValueError, match="a list of 2 values is accepted, one for each"):
+        points(given, {"federation.dp_noise, federation.dp_clip": [0.0]})

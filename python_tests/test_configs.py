@@ -11,7 +11,7 @@ import pytest
 
 from pfl_ext.comparison import Comparison, method_of, points, variant
 from pfl_ext.configuration import Configuration
-from pfl_ext.experiment import method_options
+from pfl_ext.sections import method_options
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.toml"))

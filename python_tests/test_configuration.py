@@ -47,7 +47,12 @@ COMMANDS = {
         ("seeds = 3", "seeds is 3; accepted is a list"),
         ("seeds = []", "seeds is []; accepted is a list"),
         ("seeds = ['a']", "seeds is ['a']; accepted is a list of integers"),
-        ("metric = 'acuracy'", "metric is 'acuracy' (did you mean accuracy"),
+        ("metric = 3", "metric is 3; accepted is text"),
+        ("columns = 'method'", "columns is 'method'; accepted is a list"),
+        ("[task]\nnme = 'pixels'", "unknown option 'nme' of the task auto (did you mean name"),
+        ("[task]\nname = 'pixel'", "unknown task 'pixel' (did you mean pixels"),
+        ("[task]\nname = 'regression'\nlabel_smoothing = 0.1", "it is an option of the task classification"),
+        ("[data]\ndownlod = true", "unknown option 'downlod' of data (did you mean download"),
         ("statistic = 3", "statistic is 3; accepted is text"),
         ("[method", "is not TOML"),
     ],
@@ -59,6 +64,26 @@ def test_what_a_file_may_not_hold_is_one_line(
     file.write_text(text, encoding="utf-8")
     output = [] if command == "data" else ["--output", str(tmp_path / "out")]
     assert main([*COMMANDS[command], "--config", str(file), *output]) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "sweep"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("metric = 'acuracy'", "--metric is 'acuracy' (did you mean accuracy or auc?); the task classification has"),
+        ("metric = 'rmse'", "--metric is 'rmse'; the task classification has accuracy, loss, auc"),
+        ("columns = ['methd']", "--columns has 'methd' (did you mean method"),
+    ],
+)
+def test_a_table_that_cannot_be_made_is_refused_before_anything_runs(
+    command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "some.toml").write_text(text, encoding="utf-8")
+    more = ["--config", str(tmp_path / "some.toml"), "--quiet", "--output", str(tmp_path / "out")]
+    assert main([*COMMANDS[command], *more]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

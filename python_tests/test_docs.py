@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from pfl_ext.cli import main
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import InProcess
 from pfl_ext.federation import PROTOCOLS, Client, Engine, Federation, Method, Settings, Stage, stream
+from pfl_ext.reports import read_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGED = dict(METHODS)  # before a test makes others known
@@ -162,38 +162,38 @@ def test_the_example_option_is_everywhere_that_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (DOCS / "extending.md").read_text(encoding="utf-8")
-    (tmp_path / "clipped.py").write_text(_blocks("extending.md")[2], encoding="utf-8")
+    (tmp_path / "careful.py").write_text(_blocks("extending.md")[2], encoding="utf-8")
     (config,) = re.findall(r"```toml\n(.*?)```", page, re.S)
-    (tmp_path / "clipped.toml").write_text(config, encoding="utf-8")
+    (tmp_path / "careful.toml").write_text(config, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
 
     refusal = re.search(r'is refused: "(.*?)"', page)
     assert refusal is not None
-    assert main(["run", "clipped.py:Clipped", "--clip", "-1"]) != 0
-    assert refusal[1].replace("clip is", "--clip is") in capsys.readouterr().err
+    assert main(["run", "careful.py:Careful", "--share", "2"]) != 0
+    assert refusal[1].replace("share is", "--share is") in capsys.readouterr().err
 
     with pytest.raises(SystemExit):
-        main(["run", "clipped.py:Clipped", "--help"])
+        main(["run", "careful.py:Careful", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     stated = re.search(r"in its help \| `(.*?)`", page)
     assert stated is not None and " ".join(stated[1].split()) in shown
 
     quiet = ["--quiet", "--no-plots", "--local-steps", "2", "--trust-code"]
-    assert main(["run", "--config", "clipped.toml", "--output", "one", *quiet]) == 0
-    assert json.loads(Path("one/config.json").read_text())["method"]["clip"] == 1.0
-    resumed = ["run", "--config", "clipped.toml", "--output", "one", "--rounds", "2", "--resume", *quiet]
-    assert main([*resumed, "--clip", "0"]) != 0
-    assert "method.clip" in capsys.readouterr().err
+    assert main(["run", "--config", "careful.toml", "--output", "one", *quiet]) == 0
+    assert read_config(Path("one"))["method"]["share"] == 0.5
+    resumed = ["run", "--config", "careful.toml", "--output", "one", "--rounds", "2", "--resume", *quiet]
+    assert main([*resumed, "--share", "1"]) != 0
+    assert "\n  --share: 0.5 there, 1.0 here\n" in capsys.readouterr().err
     assert main(resumed) == 0
 
-    Path("misspelt.toml").write_text(config.replace("clip =", "clipp ="), encoding="utf-8")
+    Path("misspelt.toml").write_text(config.replace("share =", "shares ="), encoding="utf-8")
     assert main(["run", "--config", "misspelt.toml", "--output", "two", *quiet]) != 0
-    assert "did you mean clip?" in capsys.readouterr().err
+    assert "did you mean share?" in capsys.readouterr().err
 
-    varied = ["sweep", "clipped.py:Clipped", "--vary", "method.clip=0,1", "--rounds", "1", "--output", "swept"]
+    varied = ["sweep", "careful.py:Careful", "--vary", "method.share=0.5,1", "--rounds", "1", "--output", "swept"]
     assert main([*varied, "--quiet", "--no-plots", "--local-steps", "2"]) == 0
-    assert "clip" in capsys.readouterr().out
+    assert "share" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "extending.md", "glossary.md", "methods.md"])
@@ -224,7 +224,7 @@ def test_the_table_of_hooks_has_them_all() -> None:
     assert set(hooks) == functions and len(hooks) == len(functions)
     properties = {name for name, value in vars(Method).items() if isinstance(value, property)}
     said = {re.sub(r"\W.*", "", cell.strip("`")) for cell in _first_column("methods.md", "And what a method says")}
-    assert said == properties | {"private", "needs_validation"}
+    assert said == properties | {"private", "needs", "needs_validation", "refuses"}
 
 
 def test_the_glossary_has_the_stages_and_protocols_of_the_code() -> None:

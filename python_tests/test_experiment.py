@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from pfl_ext.cli import main
-from pfl_ext.experiment import Experiment, network_options
+from pfl_ext.experiment import Experiment
 from pfl_ext.federation import InProcess
+from pfl_ext.reports import read_config
+from pfl_ext.sections import network_options
 
 
 @pytest.fixture
@@ -164,7 +166,5 @@ def test_network_options_of_the_command_line_reach_the_run(images: str, tmp_path
     ]
     more = ["--network-depth", "1", "--network-width", "12", "--network-patch", "8", "--network-adapters", "--quiet"]
     assert main(["run", *arguments, *more, "--no-plots", "--output", str(tmp_path / "run")]) == 0
-    import json
-
-    network = json.loads((tmp_path / "run" / "config.json").read_text())["network"]
+    network = read_config(tmp_path / "run")["network"]
     assert network["depth"] == 1 and network["adapters"] is True and network["heads"] == 6

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from pfl_ext.engines import EngineOptions
-from pfl_ext.experiment import settings_options
 from pfl_ext.federation import Settings, option
 from pfl_ext.options import REQUIRED, Option, OptionError, nearest, of_dataclass, of_signature
+from pfl_ext.sections import settings_options
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["autograd_step", "foreach_lerp_step", "foreach_step"]
+__all__ = ["autograd_step", "foreach_lerp_step", "foreach_sgd_step", "foreach_step"]
 
 Tensors: TypeAlias = list[Tensor]
 
@@ -34,5 +34,11 @@ def foreach_step(params: Tensors, grads: Tensors, anchors: Tensors, lr: float, l
 def foreach_lerp_step(params: Tensors, grads: Tensors, anchors: Tensors, lr: float, lam: float) -> Tensors:
     """Two calls and no temporary: towards the anchor, then along the gradient."""
     torch._foreach_lerp_(params, anchors, lr * lam)
+    torch._foreach_add_(params, grads, alpha=-lr)
+    return params
+
+
+def foreach_sgd_step(params: Tensors, grads: Tensors, lr: float) -> Tensors:
+    """A step without an anchor: one call."""
     torch._foreach_add_(params, grads, alpha=-lr)
     return params

@@ -132,15 +132,17 @@ struct SpectrumRange {
   PFL_HD_MEMBER double share(int64_t k) const { return stands_alone(k) ? 1.0 : 0.5 * weight(k); }
 };
 
-enum class DivergenceForm : int { kNormalized = 0, kPaper = 1, kGeneralized = 2 };
+enum class DivergenceForm : int { kNormalized = 0, kPaper = 1, kGeneralized = 2, kMean = 3 };
+constexpr int kDivergenceForms = 4;
 
-// From the sums Z = sum p, A = sum p log(p / q) and T = sum q: the divergence, and its derivative in a magnitude,
-// scale * (log(p / q) + offset).
+// From the sums Z = sum p, A = sum p log(p / q) and T = sum q over `count` entries: the divergence, and its derivative
+// in a magnitude, scale * (log(p / q) + offset). Spectra divided by their means have `count` times the divergence of
+// those divided by their sums.
 struct Divergence {
   double loss, scale, offset;
 };
 
-PFL_HD Divergence finish_divergence(DivergenceForm form, double z, double a, double t) {
+PFL_HD Divergence finish_divergence(DivergenceForm form, double z, double a, double t, int64_t count) {
   switch (form) {
     case DivergenceForm::kPaper:
       return {a, 1.0, 1.0};
@@ -148,7 +150,8 @@ PFL_HD Divergence finish_divergence(DivergenceForm form, double z, double a, dou
       return {a - z + t, 1.0, 0.0};
     default:
       if (z == 0.0) return {0.0, 0.0, 0.0};
-      return {a / z - log_positive(z) + log_positive(t), 1.0 / z, -(a / z)};
+      const double factor = form == DivergenceForm::kMean ? static_cast<double>(count) : 1.0;
+      return {factor * (a / z - log_positive(z) + log_positive(t)), factor / z, -(a / z)};
   }
 }
 

@@ -42,19 +42,12 @@ void server_update_(const TensorList& out, const TensorList& server, const Tenso
   average("pfl_ext::server_update_", out, server, clients, weights, lr);
 }
 
-void accumulate_(const TensorList& sum, const TensorList& client, double weight) {
-  const std::vector<DType> dtypes = glue::check_accumulate("pfl_ext::accumulate_", sum, client, /*on_cpu=*/true);
-  TensorList contiguous;
-  std::vector<int64_t> sizes;
-  for (const Tensor& x : client) {
-    contiguous.push_back(torch::stable::contiguous(x));
-    sizes.push_back(x.numel());
-  }
+void accumulate_(const TensorList& sums, const TensorList& client, double weight, int64_t type) {
+  const glue::AccumulateProblem problem("pfl_ext::accumulate_", sums, client, type, /*on_cpu=*/true);
   const AveragingKernels& kernels = averaging();
-  for_each_piece(plan_bundles(sizes, kPieceElements), /*backwards=*/false, [&](int64_t, const Piece& piece) {
+  for_each_piece(plan_bundles(problem.sizes, kPieceElements), /*backwards=*/false, [&](int64_t, const Piece& piece) {
     const int64_t t = piece.tensor;
-    kernels.accumulate(dtypes[t], piece.offset, piece.length, contiguous[t].const_data_ptr(), weight,
-                       sum[t].mutable_data_ptr());
+    kernels.accumulate(problem.dtypes[t], piece.offset, piece.length, problem.values[t], weight, problem.sum(t));
   });
 }
 

@@ -12,20 +12,39 @@ namespace {
 using glue::Tensor;
 using TensorList = std::vector<Tensor>;
 
+void step(const glue::ProximalProblem& problem) {
+  const ProximalKernels& kernels = proximal();
+  const glue::MatchedLists& lists = *problem.lists;
+  for_each_piece(lists.run_plan(kPieceElements), /*backwards=*/false, [&](int64_t, const Piece& piece) {
+    const int64_t t = lists.run_tensors[piece.tensor];
+    kernels.step(lists.dtypes[t], problem.how, piece.offset, piece.length, problem.grad(t), problem.anchor(t),
+                 problem.weight(t), problem.buffer(t));
+  });
+  lists.finish();
+}
+
 void proximal_sgd_step_(const TensorList& params, const TensorList& buffers, const TensorList& grads,
                         const TensorList& anchors, double lr, double lam, double momentum, double dampening,
                         double weight_decay, bool nesterov, bool maximize, bool first) {
-  const ProximalStep step =
+  const ProximalStep how =
       glue::proximal_step_of(lr, lam, momentum, dampening, weight_decay, nesterov, maximize, first);
-  glue::ProximalProblem problem("pfl_ext::proximal_sgd_step_", params, buffers, grads, anchors, step, /*on_cpu=*/true);
-  const ProximalKernels& kernels = proximal();
-  for_each_piece(plan_bundles(problem.lists->sizes, kPieceElements), /*backwards=*/false,
-                 [&](int64_t, const Piece& piece) {
-                   const int64_t t = piece.tensor;
-                   kernels.step(problem.lists->dtypes[t], problem.how, piece.offset, piece.length, problem.grad(t),
-                                problem.anchor(t), problem.weight(t), problem.buffer(t));
-                 });
-  problem.lists->finish();
+  step({"pfl_ext::proximal_sgd_step_", params, buffers, grads, anchors, how, /*on_cpu=*/true});
+}
+
+// The same with all arguments in one tensor: the dispatcher takes 0.3 us for a list and 0.15 us for a number, together
+// as long as a step of LeNet. Words: the mark of tickets, the prepared lists in the order of the schema (0: none), the
+// numbers as the bits of doubles, the flags.
+void proximal_sgd_step_again_(const Tensor& call) {
+  const char* op = "pfl_ext::proximal_sgd_step_again_";
+  constexpr int64_t kWords = 13;
+  if (!glue::Tickets::instance().is_ticket(call, kWords)) {
+    glue::fail(op, ": the call is ", glue::describe(call), "; pfl_ext.ops makes these");
+  }
+  const int64_t* words = glue::Tickets::words_of(call);
+  const auto number = [&](int i) { return bit_copy<double>(words[i]); };
+  const ProximalStep how = glue::proximal_step_of(number(5), number(6), number(7), number(8), number(9), words[10] != 0,
+                                                  words[11] != 0, words[12] != 0);
+  step({op, {op, words[1]}, {op, words[2]}, {op, words[3]}, {op, words[4]}, how, /*on_cpu=*/true});
 }
 
 Tensor squared_distance(const TensorList& a, const TensorList& b) {
@@ -74,6 +93,7 @@ TensorList squared_distance_backward(const Tensor& grad, const TensorList& a, co
 
 STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
   m.impl("proximal_sgd_step_", TORCH_BOX(&pfl::cpu::proximal_sgd_step_));
+  m.impl("proximal_sgd_step_again_", TORCH_BOX(&pfl::cpu::proximal_sgd_step_again_));
   m.impl("squared_distance", TORCH_BOX(&pfl::cpu::squared_distance));
   m.impl("squared_distance_backward", TORCH_BOX(&pfl::cpu::squared_distance_backward));
 }

@@ -24,7 +24,7 @@ void lwsam_perturb_(const TensorList& params, const Tensor& backup, const Tensor
   const SharpnessKernels& kernels = sharpness();
   const Perturbation& how = problem.how;
   const std::vector<DType>& dtypes = problem.lists->dtypes;
-  const BundlePlan plan = plan_bundles(problem.lists->sizes, kPieceElements);
+  const BundlePlan& plan = problem.lists->tensor_plan(kPieceElements);
 
   std::vector<PowerSum> norms(problem.norms, PowerSum{0.0, 0.0});
   if (how.form != PerturbForm::kSign) {
@@ -60,14 +60,13 @@ void restore_(const TensorList& params, const Tensor& backup) {
   glue::RestoreProblem problem("pfl_ext::restore_", params, backup, /*on_cpu=*/true);
   const SharpnessKernels& kernels = sharpness();
   const bool stream = problem.offsets.back() >= kStreamBytes;
-  for_each_piece(plan_bundles(problem.lists.sizes, kPieceElements), /*backwards=*/false,
-                 [&](int64_t, const Piece& piece) {
-                   const int64_t t = piece.tensor;
-                   const int64_t item = item_size(problem.lists.dtypes[t]);
-                   const int64_t begin = piece.offset * item;
-                   kernels.copy(piece.length * item, problem.backup_bytes + problem.offsets[t] + begin,
-                                static_cast<char*>(problem.lists.pointer(0, t)) + begin, stream);
-                 });
+  for_each_piece(problem.lists.tensor_plan(kPieceElements), /*backwards=*/false, [&](int64_t, const Piece& piece) {
+    const int64_t t = piece.tensor;
+    const int64_t item = item_size(problem.lists.dtypes[t]);
+    const int64_t begin = piece.offset * item;
+    kernels.copy(piece.length * item, problem.backup_bytes + problem.offsets[t] + begin,
+                 static_cast<char*>(problem.lists.pointer(0, t)) + begin, stream);
+  });
   problem.lists.finish();
 }
 

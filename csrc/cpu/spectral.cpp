@@ -253,7 +253,7 @@ Tensor diverge(const DivergenceProblem& given, const Tensor& log_q, const Tensor
       z += sums[2 * (row * chunks + c)];
       a += sums[2 * (row * chunks + c) + 1];
     }
-    divergences[row] = finish_divergence(given.form, z, a, totals[teacher_of(row)]);
+    divergences[row] = finish_divergence(given.form, z, a, totals[teacher_of(row)], given.range.count);
     if (given.dtype == DType::kFloat64) {
       static_cast<double*>(loss.mutable_data_ptr())[row] = divergences[row].loss;
     } else {

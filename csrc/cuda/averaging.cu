@@ -58,20 +58,18 @@ void server_update_(const TensorList& out, const TensorList& server, const Tenso
   average("pfl_ext::server_update_", out, server, clients, weights, lr);
 }
 
-void accumulate_(const TensorList& sum, const TensorList& client, double weight) {
-  const std::vector<DType> dtypes = glue::check_accumulate("pfl_ext::accumulate_", sum, client, /*on_cpu=*/false);
+void accumulate_(const TensorList& sum, const TensorList& client, double weight, int64_t type) {
+  const glue::AccumulateProblem problem("pfl_ext::accumulate_", sum, client, type, /*on_cpu=*/false);
   if (sum.empty()) return;
   const CurrentStream stream(sum[0]);
-  TensorList contiguous;
-  for (const Tensor& x : client) contiguous.push_back(torch::stable::contiguous(x));
-  visit_groups(dtypes, [&](auto tag, const std::vector<int64_t>& indices) {
+  visit_groups(problem.dtypes, [&](auto tag, const std::vector<int64_t>& indices) {
     std::vector<int64_t> sizes;
     std::vector<void*> sums;
     std::vector<const void*> x;
     for (int64_t t : indices) {
-      sizes.push_back(contiguous[t].numel());
-      sums.push_back(sum[t].mutable_data_ptr());
-      x.push_back(contiguous[t].const_data_ptr());
+      sizes.push_back(problem.sizes[t]);
+      sums.push_back(problem.sum(t));
+      x.push_back(problem.values[t]);
     }
     launch_accumulate<typename decltype(tag)::type>(sizes, sums, x, weight, stream.launcher());
   });

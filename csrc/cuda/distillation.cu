@@ -37,12 +37,12 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(const Tensor& student, cons
                " are accepted at once on a GPU. Average them with ensemble_logits first");
   }
   const bool per_row = problem.reduction == Reduction::kNone;
-  Tensor losses = problem.new_like(student, {problem.rows});
-  Tensor loss = per_row ? losses : problem.new_like(student, {});
+  Tensor loss = problem.new_like(student, per_row ? std::vector<int64_t>{problem.rows} : std::vector<int64_t>{});
   Tensor normalizer = problem.new_like(student, {});
   Tensor gradient = torch::stable::new_empty(
       student, need_grad ? std::vector<int64_t>{problem.rows, problem.classes} : std::vector<int64_t>{0});
-  Tensor cache = problem.new_like(student, {global_cache_elements(problem.dtype, problem.rows, problem.classes)});
+  Tensor pieces = torch::stable::new_empty(
+      student, {workspace_doubles(problem.dtype, problem.rows, problem.classes, multilabel)}, glue::ScalarType::Double);
 
   DistillationArguments args;
   args.options = options;
@@ -54,18 +54,17 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(const Tensor& student, cons
   args.student = problem.student;
   args.target = problem.target;
   args.row_weights = problem.row_weights;
-  args.losses = losses.mutable_data_ptr();
+  args.losses = per_row ? loss.mutable_data_ptr() : nullptr;
   args.gradient = need_grad ? gradient.mutable_data_ptr() : nullptr;
   args.normalizer = normalizer.mutable_data_ptr();
   args.loss = per_row ? nullptr : loss.mutable_data_ptr();
-  args.cache = cache.numel() == 0 ? nullptr : cache.mutable_data_ptr();
+  args.pieces = static_cast<double*>(pieces.mutable_data_ptr());
   for (int64_t m = 0; m < count; ++m) args.teacher[m] = {problem.teachers[m], problem.teacher_weights[m]};
 
   visit_dtype(problem.dtype, [&](auto tag) {
     launch_distillation<typename decltype(tag)::type>(
-        problem.dtype, args,
-        [&](auto kernel, int64_t grid, int block, int64_t shared, const DistillationArguments& arguments) {
-          kernel<<<static_cast<unsigned>(grid), block, shared, stream.get()>>>(arguments);
+        problem.dtype, args, [&](auto kernel, int64_t grid, int block, int64_t shared, const auto&... arguments) {
+          kernel<<<static_cast<unsigned>(grid), block, shared, stream.get()>>>(arguments...);
           STD_CUDA_KERNEL_LAUNCH_CHECK();
         });
   });

@@ -46,8 +46,8 @@ void lwsam_perturb_(const TensorList& params, const Tensor& backup, const Tensor
     visit_groups(problem.lists->dtypes, [&](auto tag, const std::vector<int64_t>& indices) {
       launch_gradient_sums<typename decltype(tag)::type>(rows_of(indices, &*records), how, records->data(), launch);
     });
-    launch_group_sums(records->data(), records->count, problem.norms, how.q, how.form == PerturbForm::kPower,
-                      FinishNorm{how, results}, launch);
+    launch_group_sums(records->data(), records->count, Grouping(problem.norms, groups), how.q,
+                      how.form == PerturbForm::kPower, FinishNorm{how, results}, launch);
     norms = results;
   }
   visit_groups(problem.lists->dtypes, [&](auto tag, const std::vector<int64_t>& indices) {
@@ -91,7 +91,7 @@ Tensor personalization_scores(const TensorList& a, const TensorList& b, const st
     launch_chunk_sums<typename decltype(tag)::type, ChunkSum::kSquaredDifferences>(rows, records.data(), 2.0,
                                                                                    stream.launcher());
   });
-  launch_scores(records.data(), records.count, layers, problem.out(), stream.launcher());
+  launch_scores(records.data(), records.count, Grouping(layers, groups), problem.out(), stream.launcher());
   return *problem.scores;
 }
 

@@ -50,19 +50,18 @@ void distillation(const std::string& dtype_name, const py::array& student, const
   args.student = student.data();
   args.target = data_of(target);
   args.row_weights = data_of(row_weights);
-  args.losses = losses.mutable_data();
+  args.losses = loss.has_value() ? nullptr : losses.mutable_data();
   args.gradient = mutable_data_of(gradient);
   args.normalizer = normalizer.mutable_data();
   args.loss = mutable_data_of(loss);
-  std::vector<double> cache(pfl::cuda::global_cache_elements(dtype, args.rows, args.classes));
-  args.cache = cache.empty() ? nullptr : cache.data();
+  std::vector<double> pieces(pfl::cuda::workspace_doubles(dtype, args.rows, args.classes, multilabel));
+  args.pieces = pieces.data();
   for (size_t m = 0; m < teachers.size(); ++m) args.teacher[m] = {teachers[m].data(), weights[m]};
   pfl::visit_dtype(dtype, [&](auto tag) {
     pfl::cuda::launch_distillation<typename decltype(tag)::type>(
-        dtype, args,
-        [](auto kernel, int64_t grid, int block, int64_t shared, const pfl::cuda::DistillationArguments& arguments) {
+        dtype, args, [](auto kernel, int64_t grid, int block, int64_t shared, const auto&... arguments) {
           pfl::emulator::launch(kernel, dim3(static_cast<unsigned>(grid)), dim3(static_cast<unsigned>(block)),
-                                static_cast<size_t>(shared), arguments);
+                                static_cast<size_t>(shared), arguments...);
         });
   });
 }

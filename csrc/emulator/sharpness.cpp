@@ -24,8 +24,9 @@ void perturb(const std::string& dtype, Arrays params, const Arrays& grads, Array
     if (how.form != pfl::PerturbForm::kSign) {
       pfl::cuda::launch_gradient_sums<T>(rows, how, records.memory.data(), emulate);
       pfl::cuda::launch_group_sums(records.memory.data(), static_cast<int64_t>(records.memory.size()),
-                                   static_cast<int64_t>(norms.size()), how.q, how.form == pfl::PerturbForm::kPower,
-                                   pfl::cuda::FinishNorm{how, norms.data()}, emulate);
+                                   pfl::cuda::Grouping(static_cast<int64_t>(norms.size()), groups), how.q,
+                                   how.form == pfl::PerturbForm::kPower, pfl::cuda::FinishNorm{how, norms.data()},
+                                   emulate);
     }
     pfl::cuda::launch_perturb<T>(rows, how, rho, norms.data(), scores.empty() ? nullptr : scores.data(), emulate);
   });
@@ -46,8 +47,8 @@ std::vector<double> scores(const std::string& dtype, const Arrays& a, const Arra
     pfl::cuda::launch_chunk_sums<typename decltype(tag)::type, pfl::cuda::ChunkSum::kSquaredDifferences>(
         {sizes_of(a), inputs(a), inputs(b), records.first, groups}, records.memory.data(), 2.0, emulate);
   });
-  pfl::cuda::launch_scores(records.memory.data(), static_cast<int64_t>(records.memory.size()), layers, result.data(),
-                           emulate);
+  pfl::cuda::launch_scores(records.memory.data(), static_cast<int64_t>(records.memory.size()),
+                           pfl::cuda::Grouping(layers, groups), result.data(), emulate);
   return result;
 }
 

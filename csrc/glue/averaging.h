@@ -84,23 +84,46 @@ inline void check_server(const char* op, const std::vector<Tensor>& out, const s
   if (server.size() != out.size()) fail(op, ": ", server.size(), " server tensors for ", out.size(), " outputs");
 }
 
-// For sum[t] += weight * client[t], with sum[t] contiguous and of client[t]'s accumulate type. Returns client's types.
-inline std::vector<DType> check_accumulate(const char* op, const std::vector<Tensor>& sum,
-                                           const std::vector<Tensor>& client, bool on_cpu) {
-  if (sum.size() != client.size()) fail(op, ": ", client.size(), " client tensors for ", sum.size(), " sums");
-  std::vector<DType> dtypes;
-  for (size_t t = 0; t < sum.size(); ++t) {
-    dtypes.push_back(dtype_of(client[t], op, "client", t));
-    const ScalarType expected = dtypes[t] == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
-    check_device(op, "sums", sum, t, on_cpu);
-    if (sum[t].scalar_type() != expected || !equal(sum[t].sizes(), client[t].sizes()) || !sum[t].is_contiguous() ||
-        client[t].is_cpu() != on_cpu || sum[t].get_device_index() != client[t].get_device_index()) {
-      fail(op, ": sum ", t, " is ", describe(sum[t]), ", the client's tensor is ", describe(client[t]),
-           "; a contiguous ", name_of(expected), " sum of the same shape and device is expected");
+// sum[t] += weight * client[t], with sum[t] contiguous and of client[t]'s accumulate type. The client's tensors
+// are all of the type of this number, if it is one.
+struct AccumulateProblem {
+  AccumulateProblem(const char* op, const std::vector<Tensor>& sum_list, const std::vector<Tensor>& client,
+                    int64_t type, bool on_cpu)
+      : sums(sum_list) {
+    if (sums.size() != client.size()) fail(op, ": ", client.size(), " client tensors for ", sums.size(), " sums");
+    dtypes.reserve(sums.size());
+    sizes.reserve(sums.size());
+    for (size_t t = 0; t < sums.size(); ++t) {
+      const Tensor& x = client[t];
+      dtypes.push_back(dtype_of(x, op, "client", t));
+      sizes.push_back(x.numel());
+      const ScalarType expected = dtypes[t] == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
+      check_device(op, "sums", sums, t, on_cpu);
+      if (type >= 0 && static_cast<int64_t>(dtypes[t]) != type) {
+        fail(op, ": tensor ", t, " of the client is ", describe(x), "; type ", type, " is expected");
+      }
+      if (sums[t].scalar_type() != expected || !equal(sums[t].sizes(), x.sizes()) || !sums[t].is_contiguous() ||
+          x.is_cpu() != on_cpu || sums[t].get_device_index() != x.get_device_index()) {
+        fail(op, ": sum ", t, " is ", describe(sums[t]), ", the client's tensor is ", describe(x), "; a contiguous ",
+             name_of(expected), " sum of the same shape and device is expected");
+      }
+    }
+    // Only now: the copies made for odd layouts must not happen for a call that is refused.
+    values.reserve(sums.size());
+    for (const Tensor& x : client) {
+      if (!x.is_contiguous()) copies.push_back(torch::stable::contiguous(x));
+      values.push_back(x.is_contiguous() ? x.const_data_ptr() : copies.back().const_data_ptr());
     }
   }
-  return dtypes;
-}
+
+  void* sum(int64_t t) const { return sums[t].mutable_data_ptr(); }
+
+  const std::vector<Tensor>& sums;
+  std::vector<DType> dtypes;  // the client's
+  std::vector<int64_t> sizes;
+  std::vector<const void*> values;
+  std::vector<Tensor> copies;
+};
 
 // Which of the tensors hold infinity or NaN. The order of elements does not matter, so any dense layout is read in
 // place.

@@ -2,14 +2,17 @@
 // CUDA glue of the ops that update one list by others.
 #pragma once
 
-#include "glue/tensor_list.h"
+#include "common/planner.h"
+#include "glue/prepared.h"
 
 namespace pfl::glue {
 
 struct ListRole {
   const char* name;
-  const std::vector<Tensor>& tensors;
+  GivenList list;
   bool written;
+
+  const std::vector<Tensor>& tensors() const { return list.tensors(); }
 };
 
 // Bytes [begin, end) of memory that belong to a tensor of a list.
@@ -25,11 +28,11 @@ struct ListSpan {
 class MatchedLists {
  public:
   MatchedLists(const char* op, const std::vector<ListRole>& roles, bool on_cpu) : pointers_(roles.size()) {
-    const std::vector<Tensor>& first = roles[0].tensors;
+    const std::vector<Tensor>& first = roles[0].tensors();
     const size_t tensors = first.size();
     for (const ListRole& role : roles) {
-      if (role.tensors.size() != tensors) {
-        fail(op, ": ", role.tensors.size(), " ", role.name, " for ", tensors, " ", roles[0].name);
+      if (role.tensors().size() != tensors) {
+        fail(op, ": ", role.tensors().size(), " ", role.name, " for ", tensors, " ", roles[0].name);
       }
     }
     dtypes.reserve(tensors);
@@ -41,7 +44,7 @@ class MatchedLists {
       const Kind kind(first[t]);
       check_device(op, roles[0].name, first, t, on_cpu);
       for (size_t r = 1; r < roles.size(); ++r) {
-        const Tensor& x = roles[r].tensors[t];
+        const Tensor& x = roles[r].tensors()[t];
         if (Kind(x) != kind) {
           fail(op, ": tensor ", t, " of ", roles[r].name, " is ", describe(x), ", of ", roles[0].name, " ",
                describe(first[t]));
@@ -50,8 +53,8 @@ class MatchedLists {
       sizes.push_back(first[t].numel());
       if (sizes[t] == 0) continue;
       for (size_t r = 0; r < roles.size(); ++r) {
-        if (roles[r].written) check_places(op, roles[r].name, t, roles[r].tensors[t]);
-        const Span span(roles[r].tensors[t]);
+        if (roles[r].written) check_places(op, roles[r].name, t, roles[r].tensors()[t]);
+        const Span span(roles[r].tensors()[t]);
         spans.push_back({span.begin, span.end, r, t});
       }
     }
@@ -62,7 +65,7 @@ class MatchedLists {
       const bool contiguous = first[t].is_contiguous();
       const bool dense = contiguous || is_dense(first[t]);
       for (size_t r = 0; r < roles.size(); ++r) {
-        const Tensor& x = roles[r].tensors[t];
+        const Tensor& x = roles[r].tensors()[t];
         const bool in_place = contiguous ? x.is_contiguous() : dense && equal(x.strides(), first[t].strides());
         if (in_place) {
           pointers_[r].push_back(const_cast<void*>(x.const_data_ptr()));
@@ -71,9 +74,10 @@ class MatchedLists {
         copies_.push_back(dense ? torch::stable::empty_like(first[t]) : torch::stable::new_empty(x, x.sizes()));
         torch::stable::copy_(copies_.back(), x);
         pointers_[r].push_back(copies_.back().mutable_data_ptr());
-        if (roles[r].written) copied_back_.emplace_back(&x, copies_.size() - 1);
+        if (roles[r].written) copied_back_.emplace_back(x, copies_.size() - 1);
       }
     }
+    join_neighbours();
   }
 
   void* pointer(size_t role, int64_t t) const { return pointers_[role][t]; }
@@ -87,17 +91,56 @@ class MatchedLists {
     return false;
   }
 
-  void finish() {
+  void finish() const {
     for (const auto& [tensor, copy] : copied_back_) {
-      Tensor out = *tensor;
+      Tensor out = tensor;
       torch::stable::copy_(out, copies_[copy]);
     }
   }
 
+  // Whether the pointers are those of the lists themselves: then they are good for the next call, too.
+  bool in_place() const { return copies_.empty(); }
+
   std::vector<DType> dtypes;
   std::vector<int64_t> sizes;
 
+  // Runs of tensors that follow each other in memory in all lists, as views of flat buffers do: one stretch from the
+  // first tensor on. For work element by element; a sum is cut by tensors, as its order must not depend on memory.
+  std::vector<int64_t> run_tensors;
+  std::vector<int64_t> run_sizes;
+
+  // How threads share the runs, or the tensors. Made once.
+  const BundlePlan& run_plan(int64_t bundle_elements) const {
+    std::call_once(runs_planned_, [&] { run_plan_ = plan_bundles(run_sizes, bundle_elements); });
+    return run_plan_;
+  }
+  const BundlePlan& tensor_plan(int64_t bundle_elements) const {
+    std::call_once(tensors_planned_, [&] { tensor_plan_ = plan_bundles(sizes, bundle_elements); });
+    return tensor_plan_;
+  }
+
  private:
+  void join_neighbours() {
+    for (size_t t = 0; t < sizes.size(); ++t) {
+      if (sizes[t] == 0) continue;
+      if (!run_tensors.empty() && continues_run(t)) {
+        run_sizes.back() += sizes[t];
+      } else {
+        run_tensors.push_back(static_cast<int64_t>(t));
+        run_sizes.push_back(sizes[t]);
+      }
+    }
+  }
+
+  bool continues_run(size_t t) const {
+    const int64_t first = run_tensors.back();
+    const int64_t bytes = run_sizes.back() * item_size(dtypes[first]);
+    return dtypes[t] == dtypes[first] &&
+           std::all_of(pointers_.begin(), pointers_.end(), [&](const std::vector<void*>& list) {
+             return static_cast<char*>(list[first]) + bytes == static_cast<char*>(list[t]);
+           });
+  }
+
   // A written tensor may be read as the same tensor at the same place of another list, and in no other way.
   void refuse_overlaps(const char* op, const std::vector<ListRole>& roles, const std::vector<ListSpan>& spans) {
     for (const ListSpan& s : spans) {
@@ -116,9 +159,9 @@ class MatchedLists {
       auto after = std::lower_bound(written_.begin(), written_.end(), s.end,
                                     [](const ListSpan& w, const char* end) { return w.begin < end; });
       while (after != written_.begin() && (--after)->end > s.begin) {
-        const Tensor& w = roles[after->role].tensors[after->tensor];
+        const Tensor& w = roles[after->role].tensors()[after->tensor];
         const bool same = after->tensor == s.tensor && after->begin == s.begin &&
-                          equal(w.strides(), roles[s.role].tensors[s.tensor].strides());
+                          equal(w.strides(), roles[s.role].tensors()[s.tensor].strides());
         if (!same) refuse(*after, s);
       }
     }
@@ -126,8 +169,29 @@ class MatchedLists {
 
   std::vector<std::vector<void*>> pointers_;
   std::vector<Tensor> copies_;
-  std::vector<std::pair<const Tensor*, size_t>> copied_back_;
+  std::vector<std::pair<Tensor, size_t>> copied_back_;
   std::vector<ListSpan> written_;
+  mutable std::once_flag runs_planned_;
+  mutable std::once_flag tensors_planned_;
+  mutable BundlePlan run_plan_;
+  mutable BundlePlan tensor_plan_;
 };
+
+// Matches lists anew, or finds what was kept of the last time if all of them are prepared and none has changed.
+inline std::shared_ptr<const MatchedLists> match(const char* op, const std::vector<ListRole>& roles, bool on_cpu) {
+  std::vector<uint64_t> stamps;
+  stamps.reserve(roles.size());
+  for (const ListRole& role : roles) {
+    if (role.list.prepared() == nullptr) return std::make_shared<const MatchedLists>(op, roles, on_cpu);
+    stamps.push_back(role.list.prepared()->stamp() * 2 + (role.written ? 1 : 0));
+  }
+  PreparedList& first = *roles[0].list.prepared();
+  std::shared_ptr<const MatchedLists> lists = first.matched(stamps);
+  if (lists == nullptr) {
+    lists = std::make_shared<const MatchedLists>(op, roles, on_cpu);
+    if (lists->in_place()) first.keep(stamps, lists);
+  }
+  return lists;
+}
 
 }  // namespace pfl::glue

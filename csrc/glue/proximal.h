@@ -9,16 +9,19 @@
 
 namespace pfl::glue {
 
+inline void check_step(const char* op, const ProximalStep& step) {
+  if (!(step.lr >= 0) || !(step.lam >= 0) || !(step.momentum >= 0) || !(step.weight_decay >= 0) ||
+      std::isinf(step.lr + step.lam + step.momentum + step.weight_decay)) {
+    fail(op, ": lr ", step.lr, ", lam ", step.lam, ", momentum ", step.momentum, ", weight_decay ", step.weight_decay,
+         "; finite numbers that are not negative are accepted");
+  }
+}
+
 struct ProximalProblem {
-  ProximalProblem(const char* op, const std::vector<Tensor>& params, const std::vector<Tensor>& buffers,
-                  const std::vector<Tensor>& grads, const std::vector<Tensor>& anchors, const ProximalStep& step,
-                  bool on_cpu)
+  ProximalProblem(const char* op, const GivenList& params, const GivenList& buffers, const GivenList& grads,
+                  const GivenList& anchors, const ProximalStep& step, bool on_cpu)
       : how(step), has_anchors(step.lam != 0), has_buffers(step.mode != Momentum::kNone) {
-    if (!(step.lr >= 0) || !(step.lam >= 0) || !(step.momentum >= 0) || !(step.weight_decay >= 0) ||
-        std::isinf(step.lr + step.lam + step.momentum + step.weight_decay)) {
-      fail(op, ": lr ", step.lr, ", lam ", step.lam, ", momentum ", step.momentum, ", weight_decay ", step.weight_decay,
-           "; finite numbers that are not negative are accepted");
-    }
+    check_step(op, step);
     if (step.nesterov && (!has_buffers || step.dampening != 0)) {
       fail(op, ": nesterov needs momentum and no dampening; momentum is ", step.momentum, ", dampening ",
            step.dampening);
@@ -29,7 +32,7 @@ struct ProximalProblem {
     std::vector<ListRole> roles{{"params", params, true}, {"grads", grads, false}};
     if (has_anchors) roles.push_back({"anchors", anchors, false});
     if (has_buffers) roles.push_back({"momentum_buffers", buffers, true});
-    lists.emplace(op, roles, on_cpu);
+    lists = match(op, roles, on_cpu);
   }
 
   void* weight(int64_t t) const { return lists->pointer(0, t); }
@@ -40,7 +43,7 @@ struct ProximalProblem {
   ProximalStep how;
   bool has_anchors;
   bool has_buffers;
-  std::optional<MatchedLists> lists;
+  std::shared_ptr<const MatchedLists> lists;
 };
 
 inline ProximalStep proximal_step_of(double lr, double lam, double momentum, double dampening, double weight_decay,

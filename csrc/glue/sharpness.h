@@ -57,13 +57,14 @@ struct PerturbProblem {
       fail(op, ": rho is ", rho, "; a finite number that is not negative is accepted");
     if (!(p >= 1)) fail(op, ": p is ", p, "; 1 or more is accepted");
     if (literal && (p == 1 || std::isinf(p))) fail(op, ": the literal exponent p - 1 needs 1 < p < infinity, p is ", p);
-    check_groups(op, groups, params.size(), group_count);
+    const std::vector<ListRole> roles{{"params", params, true}, {"grads", grads, false}};
+    check_groups(op, groups, roles[0].tensors().size(), group_count);
     how = make_perturbation(p, literal);
-    lists.emplace(op, std::vector<ListRole>{{"params", params, true}, {"grads", grads, false}}, on_cpu);
+    lists = match(op, roles, on_cpu);
     if (score_tensor.has_value()) {
       const Tensor& s = *score_tensor;
       const bool elsewhere =
-          !params.empty() && (s.is_cpu() != on_cpu || s.get_device_index() != params[0].get_device_index());
+          !params.empty() && (s.is_cpu() != on_cpu || s.get_device_index() != roles[0].tensors()[0].get_device_index());
       if (s.scalar_type() != ScalarType::Double || s.dim() != 1 || !s.is_contiguous() || s.numel() != group_count ||
           elsewhere) {
         fail(op, ": scores are ", describe(s), "; a contiguous float64 vector of ", group_count,
@@ -73,11 +74,12 @@ struct PerturbProblem {
       if (lists->written_overlaps(s)) fail(op, ": the scores and the params overlap in memory");
     }
     offsets = backup_offsets(lists->sizes, lists->dtypes);
-    check_backup(op, backup_tensor, params, offsets.back());
+    check_backup(op, backup_tensor, roles[0].tensors(), offsets.back());
     if (lists->written_overlaps(backup_tensor)) fail(op, ": the backup and the params overlap in memory");
     const Span saved(backup_tensor);
-    for (size_t t = 0; t < grads.size(); ++t) {
-      if (saved.overlaps(Span(grads[t]))) fail(op, ": the backup and tensor ", t, " of grads overlap in memory");
+    for (size_t t = 0; t < lists->sizes.size(); ++t) {
+      if (saved.overlaps(Span(roles[1].tensors()[t])))
+        fail(op, ": the backup and tensor ", t, " of grads overlap in memory");
     }
     if (score_tensor.has_value() && saved.overlaps(Span(*score_tensor))) {
       fail(op, ": the backup and the scores overlap in memory");
@@ -96,7 +98,7 @@ struct PerturbProblem {
   int64_t layers;
   int64_t norms;
   const double* scores = nullptr;  // none: all 1, which is SAM
-  std::optional<MatchedLists> lists;
+  std::shared_ptr<const MatchedLists> lists;
   std::vector<int64_t> offsets;
   char* backup_bytes = nullptr;
 };
@@ -104,13 +106,18 @@ struct PerturbProblem {
 // params = backup.
 struct RestoreProblem {
   RestoreProblem(const char* op, const std::vector<Tensor>& params, const Tensor& backup_tensor, bool on_cpu)
-      : lists(op, {{"params", params, true}}, on_cpu), offsets(backup_offsets(lists.sizes, lists.dtypes)) {
-    check_backup(op, backup_tensor, params, offsets.back());
+      : roles{{"params", params, true}},
+        matched(match(op, roles, on_cpu)),
+        lists(*matched),
+        offsets(backup_offsets(lists.sizes, lists.dtypes)) {
+    check_backup(op, backup_tensor, roles[0].tensors(), offsets.back());
     if (lists.written_overlaps(backup_tensor)) fail(op, ": the backup and the params overlap in memory");
     backup_bytes = static_cast<const char*>(backup_tensor.const_data_ptr());
   }
 
-  MatchedLists lists;
+  std::vector<ListRole> roles;
+  std::shared_ptr<const MatchedLists> matched;
+  const MatchedLists& lists;
   std::vector<int64_t> offsets;
   const char* backup_bytes;
 };

@@ -62,7 +62,9 @@ struct DivergenceProblem : HalfSpectra {
       fail(op, ": total is ", describe(total), "; contiguous float64 [", log_q.size(0),
            "] on the same device is expected");
     }
-    if (form_index < 0 || form_index > 2) fail(op, ": form=", form_index, "; 0 to 2 are accepted");
+    if (form_index < 0 || form_index >= kDivergenceForms) {
+      fail(op, ": form=", form_index, "; 0 to ", kDivergenceForms - 1, " are accepted");
+    }
     form = static_cast<DivergenceForm>(form_index);
     teachers = log_q.size(0);
   }

@@ -6,43 +6,61 @@ import pkgutil
 from pfl_ext.federation import Method
 
 from .apfl import APFL
+from .cfl import CFL
 from .ditto import Ditto
 from .fedala import FedALA
 from .fedalt import FedAlt, FedSim
 from .fedamp import FedAMP
+from .fedas import FedAS
 from .fedasync import FedAsync
 from .fedavg import FedAvg, FedAvgFT, Standalone
 from .fedavgm import FedAvgM
 from .fedbabu import FedBABU
 from .fedbn import FedBN
 from .fedbuff import FedBuff
+from .fedcac import FedCAC
 from .feddf import FedDF
 from .feddyn import FedDyn
+from .fedem import FedEM
 from .fedfomo import FedFomo
 from .fedgen import FedGen
 from .fednova import FedNova
 from .fedopt import FedAdagrad, FedAdam, FedYogi
+from .fedpac import FedPAC
 from .fedper import FedPer
+from .fedproto import FedProto
 from .fedprox import FedProx
 from .fedrep import FedRep
-from .fedrod import FedRoD
+from .fedrod import FedRoD, FedRoDHyper
 from .fedsam import FedSAM
+from .fml import FML
+from .gpfl import GPFL
+from .ifca import IFCA
+from .knn_per import KNNPer
 from .lg_fedavg import LGFedAvg
+from .moon import MOON
 from .mtl import MTL
 from .per_fedavg import PerFedAvg
 from .perada import PerAda
 from .persfl import PersFL
-from .pfedhn import PFedHN
+from .pfedhn import PFedHN, PFedHNPC
+from .pfedla import PFedLA
 from .pfedme import PFedMe
 from .plgu_ghn import PLGUGHN
 from .plgu_grep import PLGUGRep
 from .plgu_lf import PLGULF
+from .power_of_choice import PowerOfChoice
 from .scaffold import SCAFFOLD
 from .scd import SCD
 
 __all__ = [
     "APFL",
+    "CFL",
+    "FML",
+    "GPFL",
+    "IFCA",
     "METHODS",
+    "MOON",
     "MTL",
     "PLGUGHN",
     "PLGULF",
@@ -51,6 +69,7 @@ __all__ = [
     "Ditto",
     "FedALA",
     "FedAMP",
+    "FedAS",
     "FedAdagrad",
     "FedAdam",
     "FedAlt",
@@ -61,25 +80,34 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedBuff",
+    "FedCAC",
     "FedDF",
     "FedDyn",
+    "FedEM",
     "FedFomo",
     "FedGen",
     "FedNova",
+    "FedPAC",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",
+    "FedRoDHyper",
     "FedSAM",
     "FedSim",
     "FedYogi",
+    "KNNPer",
     "LGFedAvg",
     "PFedHN",
+    "PFedHNPC",
+    "PFedLA",
     "PFedMe",
     "PLGUGRep",
     "PerAda",
     "PerFedAvg",
     "PersFL",
+    "PowerOfChoice",
     "Standalone",
 ]
 

@@ -17,11 +17,11 @@ from pfl_ext.federation import (
     Steps,
     Uploads,
     WorkingModel,
-    classification_loss,
     local_length,
     mean_loss,
     option,
 )
+from pfl_ext.tasks import Task
 
 __all__ = ["APFL"]
 
@@ -81,11 +81,11 @@ class APFL(Method):
             loss, gradients = steps_of_w.gradients(batch)
             if not losses and self.adaptive:
                 _mix(mixture, v, w, alpha)
-                along = _gradients(mixture, batch)[1]
+                along = _gradients(client.task, mixture, batch)[1]
                 slope = sum(float(torch.sum(g * (p - q.detach()))) for g, p, q in zip(along, v, w, strict=True))
                 alpha = min(max(alpha - self.lr * slope, 0.0), 1.0)
             _mix(mixture, v, w, alpha)
-            personal_loss, personal = _gradients(mixture, batch)
+            personal_loss, personal = _gradients(client.task, mixture, batch)
             steps_of_w.step(gradients)
             steps_of_v.step([alpha * g for g in personal])
             losses.append(loss)
@@ -111,9 +111,9 @@ class APFL(Method):
         return {"personal": mixed}
 
 
-def _gradients(mixture: WorkingModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+def _gradients(task: Task, mixture: WorkingModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     """The loss of a batch and its gradients in the mixture."""
-    loss = classification_loss(mixture(batch.inputs), batch.targets)
+    loss = task.loss(mixture(batch.inputs), batch.targets)
     return loss.detach(), list(torch.autograd.grad(loss, mixture.trained, materialize_grads=True))
 
 

@@ -31,12 +31,14 @@ class Ditto(NewClients, Method):
 
     lam: float = option(1.0, "lambda, how strongly the personal model is held near the global one")
     personal_epochs: int = option(1, "passes over a client's data for the personal model in a round")
+    personal_steps: int = option(0, "steps of the personal model in a round instead of passes; 0: passes")
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
+        self.check("personal_steps", self.personal_steps >= 0, "not negative")
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """v_k, from the common initial weights."""
@@ -54,7 +56,9 @@ class Ditto(NewClients, Method):
             return self.fine_tune_if_new(client, received["model"])
         client.model.load(client["personal"])
         steps = Steps(client, self, anchor=received["model"], lam=self.lam)
-        client.report["personal_loss"] = steps.train(epochs=self.personal_epochs, batches="personal")
+        client.report["personal_loss"] = steps.train(
+            epochs=self.personal_epochs, steps=self.personal_steps, batches="personal"
+        )
         client["personal"] = client.model.state()
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:

@@ -45,6 +45,7 @@ class FedAMP(Method):
 
     name = "fedamp"
     private = True
+    refuses = (("weighting", "its weights are those of how alike clients' models are"),)
 
     alpha: float = option(0.1, "alpha, step size of the message passing")
     sigma: float = option(1.0, "sigma: squared distances far above it count as no likeness at all")
@@ -87,7 +88,7 @@ class FedAMP(Method):
         """Take over the new models, and pay attention anew."""
         models, distances, known = server["models"], server["distances"], server["known"]
         parameters = server.model.parameters
-        for k, w in zip(uploads.clients, uploads.each("model"), strict=True):
+        for k, w in uploads.one_by_one("model"):
             # Buffers that the clients do not send stay as they are.
             models[k] = torch.where(server.model.stays, models[k], w)
             known[k] = True

@@ -30,6 +30,7 @@ class FedAsync(Ditto):
     """
 
     name = "fedasync"
+    refuses = (("weighting", "it averages no models"),)
 
     alpha: float = option(0.6, "alpha, how much of an upload without staleness is mixed in")
     staleness: str = option("polynomial", "s, how staleness counts", choices=("constant", "polynomial", "hinge"))

@@ -30,6 +30,7 @@ class FedBuff(Ditto):
     """
 
     name = "fedbuff"
+    refuses = (("weighting", "its weights are those of staleness"),)
 
     buffer: int = option(10, "K, how many differences the server takes a step with")
     server_lr: float = option(1.0, "eta_g, the server's step size")

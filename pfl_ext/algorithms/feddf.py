@@ -25,7 +25,8 @@ class FedDF(DistillingMethod):
             \quad \text{R steps of Adam on unlabelled data}
 
     with the logits :math:`h_k` of the clients' models and g of w. The paper's early stopping is ``kd_keep_best``, its
-    schedule ``kd_schedule="cosine"``.
+    schedule ``kd_schedule="cosine"``. Its authors allow R = 10,000 steps and stop when 1,000 bring nothing; without a
+    labelled hold-out there is nothing to stop by, so ``kd_steps`` is 100 unless it is given.
     """
 
     name = "feddf"
@@ -39,4 +40,4 @@ class FedDF(DistillingMethod):
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples; distil."""
-        server["model"] = distil(server, self, uploads.average(), lambda: uploads.each("model"))
+        server["model"] = distil(server, self, uploads.average(), uploads)

@@ -32,6 +32,7 @@ class FedDyn(Method):
     """
 
     name = "feddyn"
+    refuses = (("weighting", "its equations count clients alike"),)
 
     alpha: float = option(0.01, "weight of the dynamic regulariser")
 

@@ -45,6 +45,7 @@ class FedFomo(Method):
 
     name = "fedfomo"
     needs_validation = True
+    refuses = (("weighting", "its weights are those of how much a model helps"),)
 
     downloads: int = option(5, "M, models of other clients that are sent to one")
     explore: float = option(0.3, "epsilon, the probability with which a model is not the next best but any")
@@ -105,8 +106,7 @@ class FedFomo(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Take over models and affinities, and choose what everybody is sent next."""
         models, affinity, known = server["models"], server["affinity"], server["known"]
-        sent = zip(uploads.clients, uploads.each("model"), uploads.each("affinity"), strict=True)
-        for k, state, weights in sent:
+        for (k, state), weights in zip(uploads.one_by_one("model"), uploads.each("affinity"), strict=True):
             received = [n for n in server["chosen"][k].tolist() if n >= 0]
             affinity[k, received] += weights
             # Buffers that the clients do not send stay as they are.

@@ -10,18 +10,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from pfl_ext.data.placement import placed
 from pfl_ext.federation import (
     Batch,
     Client,
     Method,
     Server,
+    SideModule,
     Stage,
     Steps,
     Uploads,
     WorkingModel,
-    classification_loss,
     option,
 )
+
+from .prototypes import head_sizes
 
 __all__ = ["FedGen"]
 
@@ -56,6 +59,7 @@ class FedGen(Method):
     """
 
     name = "fedgen"
+    needs = "classes"
 
     head: str = option("", "module that is the predictor; empty: the last layer")
     lam: float = option(1.0, "lambda, weight of the generated samples; 0 is FedAvg")
@@ -81,34 +85,28 @@ class FedGen(Method):
     def _head(self, model: WorkingModel) -> nn.Module:
         return model.module.get_submodule(self.head or model.last_layer())
 
-    def _sizes(self, model: WorkingModel) -> tuple[int, int]:
-        """How many features the predictor takes, how many classes it tells apart."""
-        linear = [m for m in self._head(model).modules() if isinstance(m, nn.Linear)]
-        if not linear:
-            name = self.head or model.last_layer()
-            raise ValueError(f"FedGen generates inputs of linear layers, and the head {name!r} has none: name another")
-        return linear[0].in_features, linear[-1].out_features
+    def _generator(self, model: WorkingModel) -> SideModule:
+        """G, from noise and a label to features."""
+        features, classes = head_sizes(model, self.head, "FedGen")
+        into = self.noise + classes
+        return SideModule(
+            lambda: nn.Sequential(nn.Linear(into, self.hidden), nn.ReLU(), nn.Linear(self.hidden, features))
+        )
 
-    def _generator(self, model: WorkingModel) -> WorkingModel:
-        features, classes = self._sizes(model)
-        layers = (nn.Linear(self.noise + classes, self.hidden), nn.ReLU(), nn.Linear(self.hidden, features))
-        return WorkingModel(nn.Sequential(*layers).to(model.device, model.dtype))
-
-    def _draw(self, p: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _draw(self, p: Tensor, stream: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
         """Labels of the distribution p, and what the generator takes for them: noise, and the label as one-hot."""
-        labels = torch.multinomial(p.cpu(), self.generated, replacement=True, generator=stream)
+        labels = torch.multinomial(p, self.generated, replacement=True, generator=stream)
         noise = torch.randn(self.generated, self.noise, generator=stream, dtype=p.dtype)
-        return labels.to(p.device), torch.cat([noise, F.one_hot(labels, len(p)).to(p.dtype)], 1).to(p.device)
+        given = torch.cat([noise, F.one_hot(labels, len(p)).to(p.dtype)], 1)
+        return placed(labels, device), placed(given, device)
 
     # ---- the algorithm -----------------------------------------------------------------------------------------------
 
     def set_up(self, server: Server) -> None:
         """theta, the sum of the clients' label counts, and the generator's first weights."""
         super().set_up(server)
-        server["counts"] = server["model"].new_zeros(self._sizes(server.model)[1])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(torch.randint(2**62, (), generator=server.stream("generator"))))
-            server["generator"] = self._generator(server.model).state()
+        server["counts"] = server["model"].new_zeros(head_sizes(server.model, self.head, "FedGen")[1])
+        server["generator"] = self._generator(server.model).drawn(server.stream("generator"), server.model)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """All; for an evaluation theta alone."""
@@ -121,18 +119,17 @@ class FedGen(Method):
         seen = torch.zeros_like(counts)
         model.load(received["model"])
         head, generator, stream = self._head(model), self._generator(model), client.stream("generator")
-        generator.load(received["generator"])
+        p = _distribution(counts) if self.lam != 0 else None
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
-            if batch.targets.dim() == 2:
-                raise ValueError("FedGen generates features of single labels; the data have several labels a sample")
-            seen.add_(torch.bincount(batch.targets, minlength=len(seen)))
-            objective = classification_loss(logits, batch.targets)
-            if self.lam == 0 or not counts.any():
+            # Not bincount, which asks a GPU for the largest label.
+            seen.index_add_(0, batch.targets, seen.new_ones(len(batch.targets)))
+            objective = client.task.loss(logits, batch.targets)
+            if p is None:
                 return objective
-            labels, given = self._draw(counts / counts.sum(), stream)
+            labels, given = self._draw(p, stream, model.device)
             with torch.no_grad():
-                z = generator(given)
+                z = generator(received["generator"], given)
             return objective + self.lam * F.cross_entropy(head(z), labels)
 
         client.report["loss"] = Steps(client, self).train(loss)
@@ -141,29 +138,36 @@ class FedGen(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """The clients' mean; then the generator, from what their predictors say."""
         server["model"] = uploads.average(equally=True)
-        server["counts"] = torch.stack(uploads.each("counts")).sum(0)
-        if self.lam == 0 or not server["counts"].any():
+        server["counts"] = uploads.sum("counts", [1.0] * len(uploads))
+        p = _distribution(server["counts"]) if self.lam != 0 else None
+        if p is None:
             return
         head, heads = self._head(server.model), []
-        for state in uploads.each("model"):
+        for _, state in uploads.one_by_one("model"):
             server.model.load(state)
             heads.append({name: tensor.detach().clone() for name, tensor in head.state_dict().items()})
-        generator = self._generator(server.model)
-        generator.load(server["generator"])
-        adam = torch.optim.Adam(generator.trained, lr=self.generator_lr)
-        stream, p = server.stream("generator"), server["counts"] / server["counts"].sum()
+        generator, numbers = self._generator(server.model), server["generator"].clone().requires_grad_()
+        adam = torch.optim.Adam([numbers], lr=self.generator_lr)
+        stream = server.stream("generator")
         head.eval()
         for _ in range(self.generator_steps):
-            labels, given = self._draw(p, stream)
-            z = generator(given)
+            labels, given = self._draw(p, stream, server.model.device)
+            z = generator(numbers, given)
             logits = torch.stack([functional_call(head, some, (z,)) for some in heads]).mean(0)
             understood = F.cross_entropy(logits, labels)
             apart = diversity(given[:, : self.noise], z)
             adam.zero_grad()
             (understood + self.diversity * apart).backward()
             adam.step()
+        if self.generator_steps:
             server.report["generator_loss"] = float(understood.detach())
-        server["generator"] = generator.state()
+        server["generator"] = numbers.detach()
+
+
+def _distribution(counts: Tensor) -> Tensor | None:
+    """The shares of the labels, on the CPU, where labels are drawn; None without any."""
+    counts = counts.cpu()
+    return counts / counts.sum() if bool(counts.any()) else None
 
 
 def diversity(noise: Tensor, features: Tensor) -> Tensor:

@@ -10,16 +10,7 @@ from torch import Tensor
 
 from pfl_ext.federation import Client, Method, Server, Steps, Uploads, option
 
-__all__ = ["FedNova", "accumulated_steps"]
-
-
-def accumulated_steps(steps: int, momentum: float) -> float:
-    r""":math:`\|a\|_1`: how often all gradients of so many steps of SGD together are in what they change.
-
-    The s-th of :math:`\tau` gradients is in it :math:`a_s = (1 - \rho^{\tau - s + 1}) / (1 - \rho)` times, with
-    momentum :math:`\rho`; once without, and the sum is :math:`\tau`.
-    """
-    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+__all__ = ["FedNova"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +23,7 @@ class FedNova(Method):
         w &\leftarrow w - \tau_\text{eff} \sum_k \tfrac{n_k}{n} d_k,
             \quad \tau_\text{eff} = \sum_k \tfrac{n_k}{n} \|a_k\|_1
 
-    :math:`a_k` says how often each gradient is in the change :math:`w - w_k` (:func:`accumulated_steps`), so that
+    :math:`a_k` says how often each gradient is in the change :math:`w - w_k` (``Steps.accumulated``), so that
     :math:`d_k` is a mean of gradients times the step size, however many steps there were. Clients send it and
     :math:`\|a_k\|_1`. Where all take as many steps it is FedAvg.
 
@@ -43,6 +34,7 @@ class FedNova(Method):
 
     name = "fednova"
     private = True
+    refuses = (("optimizer", "its equations take a change of the model for a sum of gradients, which it is of SGD"),)
 
     server_lr: float = option(1.0, "step size of the server, in units of the mean number of steps")
 
@@ -57,7 +49,7 @@ class FedNova(Method):
         model.load(w)
         steps = Steps(client, self)
         client.report["loss"] = steps.train()
-        norm, parameters = accumulated_steps(steps.taken, self.momentum), slice(model.parameters)
+        norm, parameters = steps.accumulated, slice(model.parameters)
         direction = model.state()
         direction[parameters] = (w[parameters] - direction[parameters]) / (norm or 1.0)
         return {"direction": direction, "norm": w.new_tensor([norm])}

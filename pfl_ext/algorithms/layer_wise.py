@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pfl_ext.federation import Options, WorkingModel, option
 from pfl_ext.federation.model import Each, Layers
@@ -14,6 +16,8 @@ from pfl_ext.ops import lwsam_perturb_, personalization_scores
 from pfl_ext.ops.sharpness import Norm
 
 __all__ = ["LayerWise"]
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,14 @@ class LayerWise(Options):
               \qquad \frac1p + \frac1q = 1
 
     Readings: the printed exponent p - 1 is an option (:func:`pfl_ext.ops.lwsam_perturb_` says why 1/p is the default).
-    The scores :math:`\xi_l` add up to 1, as the paper states, so L equal ones are SAM of the radius :math:`\rho / L`;
-    with ``full_radius`` they have the mean 1 and equal ones are SAM of the radius :math:`\rho`.
+    The scores :math:`\xi_l` add up to 1, as the paper states, so L equal ones are SAM of the radius :math:`\rho / L`.
+    With ``radius="mean"`` their mean is 1 and equal ones are SAM of the radius :math:`\rho`; with ``radius="full"``
+    they are scaled so that :math:`\|\epsilon\|_p = \rho` whatever they are, the constraint under (4).
 
     :math:`\xi_l \propto \|\theta_l - w_l\| / \dim`, as printed, is largest for the smallest layers, whatever has
     changed in them: where all weights change alike, it falls with the root of the layer's size. ``score="root"``
-    divides by that root, so that such layers score alike.
+    divides by that root, so that such layers score alike. Normalisation layers are the smallest: on a ResNet-18 they
+    hold two thirds of the score. With ``score_norms=False`` theirs is 0: they are neither perturbed nor personal.
     """
 
     rho: float = option(0.05, "radius of the perturbation")
@@ -38,8 +44,13 @@ class LayerWise(Options):
         "global", "divide by the norm of the whole gradient or of each layer's", choices=("global", "layer")
     )
     literal_exponent: bool = option(False, "take the exponent p - 1 of the denominator, as printed, in place of 1/p")
-    full_radius: bool = option(False, "scores with the mean 1 in place of the sum 1, so that equal ones are SAM")
+    radius: str = option(
+        "sum",
+        "what the scores are scaled to: a sum of 1, a mean of 1, or a perturbation of the full radius rho",
+        choices=("sum", "mean", "full"),
+    )
     score: str = option("size", "a layer's distance by its size, as printed, or by its root", choices=("size", "root"))
+    score_norms: bool = option(True, "normalisation layers have scores; false: theirs is 0")
     layers: str = option(
         "module", "what a layer is: weight and bias of a module, or each tensor", choices=("module", "tensor")
     )
@@ -52,12 +63,31 @@ class LayerWise(Options):
             raise ValueError(f"p is {self.p!r}; accepted is a value of at least 1, infinity (inf) included")
         between = 1 < self.p < float("inf")
         self.check("literal_exponent", between or not self.literal_exponent, "false where p is 1 or infinity")
+        full = self.radius == "full"
+        self.check("radius", not full or not self.literal_exponent, "sum or mean with literal_exponent")
+        self.check("radius", not full or self.p > 1, "sum or mean where p is 1")
 
     def layers_of(self, model: WorkingModel) -> Layers:
         """The network's layers."""
         return model.layers(cast(Each, self.layers))
 
-    def scores(self, personal: Sequence[Tensor], server: Sequence[Tensor], groups: Sequence[int]) -> Tensor:
+    def left_out(self, model: WorkingModel, params: Sequence[Tensor], groups: Sequence[int]) -> Tensor | None:
+        """Which layers have no score: those of normalisation, unless they have one; None for none."""
+        if self.score_norms:
+            return None
+        norms = {id(p) for m in model.module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+        found = torch.zeros(max(groups) + 1, dtype=torch.bool, device=model.device)
+        found[[group for p, group in zip(params, groups, strict=True) if id(p) in norms]] = True
+        self.check("score_norms", not bool(found.all()), "true for a network of normalisation alone")
+        return found
+
+    def scores(
+        self,
+        personal: Sequence[Tensor],
+        server: Sequence[Tensor],
+        groups: Sequence[int],
+        left_out: Tensor | None = None,
+    ) -> Tensor:
         """:math:`\\xi` of two models, one a layer; their sum is 1, and they are equal where the models are."""
         scores = personalization_scores(personal, server, groups)
         if self.score == "root" and not bool((scores == scores[0]).all()):
@@ -65,6 +95,11 @@ class LayerWise(Options):
             for tensor, group in zip(personal, groups, strict=True):
                 sizes[group] += tensor.numel()
             scores = scores * sizes.sqrt()
+            scores = scores / scores.sum()
+        if left_out is not None:
+            scores = scores.masked_fill(left_out, 0.0)
+            # Where only what is left out differs, the others differ alike: not at all.
+            scores = scores if bool(scores.sum() > 0) else (~left_out).to(scores.dtype)
             scores = scores / scores.sum()
         return scores
 
@@ -86,10 +121,13 @@ class LayerWise(Options):
         """
         count = max(groups) + 1
         rho = self.rho
-        if scores is None:  # as SAM computes it, to the bit
-            rho = rho if self.full_radius else rho / count
-        elif self.full_radius:
-            scores = scores * count
+        if scores is None and not (self.radius == "full" and self.norm == "layer"):  # as SAM computes it, to the bit
+            rho = rho / count if self.radius == "sum" else rho
+        elif self.radius == "mean":
+            scores = count * scores if scores is not None else None
+        elif self.radius == "full":
+            scores = gradients[0].new_full((count,), 1 / count) if scores is None else scores
+            scores = self._of_full_radius(scores, gradients, groups)
         return lwsam_perturb_(
             params,
             gradients,
@@ -101,3 +139,19 @@ class LayerWise(Options):
             literal_exponent=self.literal_exponent,
             backup=backup,
         )
+
+    def _of_full_radius(self, scores: Tensor, gradients: Sequence[Tensor], groups: Sequence[int]) -> Tensor:
+        r"""The scores by what makes :math:`\|\epsilon\|_p = \rho`; as they are where all gradients are zero.
+
+        .. math:: \|\epsilon\|_p^p = \rho^p \sum_l \xi_l^p\, \|g_l\|_q^q / \|g\|_q^q
+        """
+        q = 1.0 if self.p == math.inf else self.p / (self.p - 1)
+        layers = torch.tensor(groups, device=scores.device)
+        norms = torch.stack(torch._foreach_norm(list(gradients), q)).to(scores.dtype)
+        mass = torch.zeros_like(scores).index_add(0, layers, norms**q)
+        if self.p == math.inf:
+            length = (scores * (mass > 0)).max()
+        else:
+            share = (mass > 0).to(scores.dtype) if self.norm == "layer" else mass / mass.sum()
+            length = (scores**self.p * share).sum() ** (1 / self.p)
+        return scores / torch.where(length > 0, length, 1.0)

@@ -32,6 +32,7 @@ class MTL(Method):
     """
 
     name = "mtl"
+    refuses = (("weighting", "its equations count clients alike"),)
 
     lam: float = option(0.1, "lambda, how strongly a client's model is drawn to the mean; 0 is standalone")
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from pfl_ext.data.nests import arguments
 from pfl_ext.federation import Batch, Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 from pfl_ext.ops import distillation_loss
+from pfl_ext.ops.distillation import Soft
+from pfl_ext.tasks import Classification, MultiLabel, NextToken, Pixels, Task, outputs
 
 __all__ = ["PersFL"]
 
@@ -38,11 +42,13 @@ class PersFL(Method):
     the points are in the order of :math:`\lambda`. The initial model is no :math:`G_e`. The teacher's logits are
     computed once for all points and epochs, of the images without augmentation.
 
-    A client that never took part takes as teacher the better, on its validation data, of the last global model and of
-    the one with the lowest mean validation loss among those that were trained on, which the server keeps (section 6).
+    A user that never took part chooses its teacher in the same way among the global models that the server has stored
+    (section 6): all of them, up to ``stored_models``. They are stored only where a user may never take part, and sent
+    only to such users.
     """
 
     name = "persfl"
+    needs = "logits"
     needs_validation = True
 
     teacher: str = option(
@@ -53,6 +59,9 @@ class PersFL(Method):
     lambdas: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "grid of lambda")
     distill_epochs: int = option(5, "passes over a client's data for each point of the grid")
     distill_lr: float = option(0.0, "step size of stage 2; 0: lr")
+    stored_models: int = option(
+        100, "how many global models, the last ones, the server stores for users that never take part"
+    )
     grid: str = option(
         "auto",
         "train the grid's points all at once, one by one, or at once where the network has only linear layers",
@@ -66,6 +75,7 @@ class PersFL(Method):
         self.check("lambdas", bool(self.lambdas) and all(0 <= x <= 1 for x in self.lambdas), "from 0 to 1")
         self.check("distill_epochs", self.distill_epochs >= 0, "not negative")
         self.check("distill_lr", self.distill_lr >= 0, "not negative")
+        self.check("stored_models", self.stored_models >= 1, "at least 1")
 
     def points(self) -> list[tuple[float, float]]:
         """The grid as (T, lambda), in the order in which ties are decided."""
@@ -78,9 +88,11 @@ class PersFL(Method):
         return ("finish",)
 
     def set_up(self, server: Server) -> None:
-        """The global model; and for new users the one with the lowest mean validation loss, and that loss."""
+        """The global model; who has taken part, and the stored models of earlier rounds for those who have not."""
         super().set_up(server)
-        server["best"], server["best_loss"] = server["model"], torch.tensor([math.inf], dtype=torch.float64)
+        stored = self.stored_models if server.partial and self.teacher == "optimal" else 0
+        server["stored"] = server["model"].repeat(stored, 1)
+        server["took_part"] = torch.zeros(server.clients, dtype=torch.int64)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """O_k with its validation loss and its round, and A_k."""
@@ -93,30 +105,33 @@ class PersFL(Method):
         }
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The global model; after the last round the best one too, for new users."""
-        names = ("model", "best") if stage == "finish" else ("model",)
-        return {name: server[name] for name in names}
+        """The global model; after the last round the stored ones too, to users that never took part."""
+        new = stage == "finish" and len(server["stored"]) > 0 and not bool(server["took_part"][client])
+        return {name: server[name] for name in (("model", "stored") if new else ("model",))}
 
     # ---- stage 1 -----------------------------------------------------------------------------------------------------
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Validate the received G_e, keep it if it is the best so far (lines 5 to 9), and train as FedAvg does."""
+        if client.round > 1:  # before, it is the initial model
+            self._consider(client, received["model"], client.round - 1)
         client.model.load(received["model"])
-        loss = client.loss(client.validation)
-        if client.round > 1:
-            self._keep_teacher(client, received["model"], loss, client.round - 1)
         client.report["loss"] = Steps(client, self).train()
-        return {"model": client.model.state(), "validation_loss": torch.tensor([loss], dtype=torch.float64)}
+        return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average; and keep the model that the clients found best."""
-        loss = torch.stack(uploads.each("validation_loss")).mean(0)
-        if loss < server["best_loss"]:
-            server["best"], server["best_loss"] = server["model"], loss
+        """Average; and store the average where somebody may need it."""
         server["model"] = uploads.average()
+        server["took_part"] = server["took_part"].index_fill(0, torch.tensor(uploads.clients), 1)
+        if len(server["stored"]):
+            row = torch.tensor([(server.round - 1) % len(server["stored"])], device=server["stored"].device)
+            server["stored"] = server["stored"].index_copy(0, row, server["model"][None])
 
     @staticmethod
-    def _keep_teacher(client: Client, state: Tensor, loss: float, round: int) -> None:
+    def _consider(client: Client, state: Tensor, round: int) -> None:
+        """Keep a global model as teacher if it is the best so far."""
+        client.model.load(state)
+        loss = client.loss(client.validation)
         if loss < float(client["teacher_loss"]):
             client["teacher"] = state
             client["teacher_loss"] = torch.tensor([loss], dtype=torch.float64)
@@ -125,29 +140,27 @@ class PersFL(Method):
     # ---- stage 2 -----------------------------------------------------------------------------------------------------
 
     def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-        """The last G_e is a candidate too; then the grid."""
-        if "teacher" not in client:
-            client.model.load(received["best"])
-            self._keep_teacher(client, received["best"], client.loss(client.validation), -1)
-        client.model.load(received["model"])
-        self._keep_teacher(client, received["model"], client.loss(client.validation), client.round)
+        """The last G_e is a candidate too, for new users all stored ones; then the grid."""
+        stored = received.get("stored", received["model"][:0, None])
+        for round in range(max(1, client.round - len(stored) + 1), client.round):
+            self._consider(client, stored[(round - 1) % len(stored)], round)
+        self._consider(client, received["model"], client.round)
         if self.teacher == "last":
             client["teacher"], client["teacher_round"] = received["model"], torch.tensor([client.round])
         client.model.load(client["teacher"])
-        soft_labels, targets = client.logits(client.train)
+        soft_labels, _ = client.outputs(client.train)
         # More than matrix products gains nothing: a batch of convolutions with a kernel each is slow on a CPU.
         batched = self.grid == "batched" or (self.grid == "auto" and _only_linear(client.model.module))
-        batched = batched and targets.dim() == 1
+        batched = batched and client.task == Classification()
         students = self._grid_at_once(client, soft_labels) if batched else self._one_by_one(client, soft_labels)
-        best = -math.inf
+        best, metric = math.nan, client.task.metric
         for (temperature, lam), student in zip(self.points(), students, strict=True):
             client.model.load(student)
-            logits, targets = client.logits(client.validation)
-            accuracy = _accuracy(logits, targets)
-            if accuracy > best:
-                best = accuracy
+            found = client.metrics(client.validation)[metric]
+            if client.task.is_better(found, best):
+                best = found
                 client["personal"] = student
-                client.report |= {"temperature": temperature, "lambda": lam, "distilled_validation_accuracy": accuracy}
+                client.report |= {"temperature": temperature, "lambda": lam, f"distilled_validation_{metric}": found}
         client.report["teacher_round"] = float(client["teacher_round"])
 
     def _one_by_one(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
@@ -155,15 +168,8 @@ class PersFL(Method):
         for temperature, lam in self.points():
 
             def loss(logits: Tensor, batch: Batch, lam: float = lam, temperature: float = temperature) -> Tensor:
-                return distillation_loss(
-                    logits,
-                    teacher_logits[batch.rows],
-                    batch.targets,
-                    lam,
-                    temperature,
-                    soft=self.soft,  # type: ignore[arg-type]
-                    multilabel=batch.targets.dim() == 2,
-                )
+                teacher, soft = teacher_logits[batch.rows], cast(Soft, self.soft)
+                return _objective(client.task, logits, teacher, batch.targets, lam, temperature, soft)
 
             client.model.load(client["teacher"])
             steps = Steps(client, self, lr=self.distill_lr or None)
@@ -184,10 +190,11 @@ class PersFL(Method):
             for name, p in zip(names, model.trained, strict=True)
         }
         students = list(stacked.values())
-        sgd = Steps(client, self, params=students, lr=self.distill_lr or None)
+        expected = client.steps_of(self.batch_size, epochs=self.distill_epochs)
+        sgd = Steps(client, self, params=students, lr=self.distill_lr or None, expected=expected)
         temperature = teacher_logits.new_tensor([t for t, _ in points]).view(-1, 1, 1)
         lam = teacher_logits.new_tensor([x for _, x in points]).view(-1, 1, 1)
-        forward = vmap(lambda some, x: functional_call(model.module, some, (x,)), in_dims=(0, None))
+        forward = vmap(lambda some, x: outputs(functional_call(model.module, some, *arguments(x))), in_dims=(0, None))
         model.module.train()
         for batch in client.batches(self.batch_size, epochs=self.distill_epochs, name="distillation"):
             logits = forward(stacked, batch.inputs)
@@ -216,7 +223,20 @@ def _only_linear(module: nn.Module) -> bool:
     return all(isinstance(m, (nn.Linear, nn.ReLU, nn.Flatten, nn.Identity, nn.Tanh)) for m in leaves)
 
 
-def _accuracy(logits: Tensor, targets: Tensor) -> float:
-    if targets.dim() == 2:
-        return float(((logits > 0) == (targets > 0.5)).double().mean())
-    return float((logits.argmax(-1) == targets).double().mean())
+_FUSED = {Classification.loss, MultiLabel.loss, NextToken.loss, Pixels.loss}  # what the op has as its hard term
+
+
+def _objective(
+    task: Task, logits: Tensor, teacher: Tensor, targets: Tensor, lam: float, temperature: float, soft: Soft
+) -> Tensor:
+    """(1 - lam) of the task's loss and lam of the divergence from the teacher, of everything that has a class."""
+    several = isinstance(task, MultiLabel)
+    student, teacher = task.rows(logits), task.rows(teacher)
+    numbers = targets if several else targets.flatten()
+    if type(task).loss in _FUSED:
+        smoothing = task.label_smoothing if isinstance(task, Classification) else 0.0
+        return distillation_loss(
+            student, teacher, numbers, lam, temperature, soft, label_smoothing=smoothing, multilabel=several
+        )
+    imitation = distillation_loss(student, teacher, numbers, 1.0, temperature, soft, multilabel=several)
+    return (1 - lam) * task.loss(logits, targets) + lam * imitation

@@ -7,14 +7,23 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
-from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, option
+from pfl_ext.federation import (
+    Client,
+    Method,
+    Server,
+    SideModule,
+    Stage,
+    Steps,
+    Uploads,
+    WorkingModel,
+    option,
+)
 from pfl_ext.nn import HyperNetwork
 
-__all__ = ["PFedHN"]
+__all__ = ["PFedHN", "PFedHNPC"]
 
-_EMBEDDINGS, _BUFFERS, _MOMENTUM = "embeddings", "buffers", "momentum/"
+_HYPERNETWORK, _EMBEDDINGS, _BUFFERS, _MOMENTUM = "hypernetwork", "embeddings", "buffers", "momentum/"
 
 
 @dataclass(frozen=True)
@@ -34,12 +43,15 @@ class PFedHN(Method):
     Readings: the paper's rounds have one client; of several the mean of their gradients is taken, which is the gradient
     of its objective. As in the official code the server takes SGD steps with momentum and weight decay, and the norm
     of its gradient and of those of the clients' steps is cut at ``clip``. Only trained parameters are generated;
-    buffers are averaged.
+    buffers are averaged. What the server does has the authors' defaults. What a client does has those of all methods,
+    so that methods compare on the same batches: the authors take 50 steps (``local_steps``) of batches of 64, with the
+    step size 0.005 and weight decay 5e-5.
 
     The heads are large: see :class:`~pfl_ext.nn.HyperNetwork`.
     """
 
     name = "pfedhn"
+    refuses = (("weighting", "its server takes a gradient, and averages no models"),)
 
     embedding: int = option(0, "length of a client's embedding; 0: 1 + a quarter of the number of clients")
     width: int = option(100, "width of the hypernetwork")
@@ -58,7 +70,7 @@ class PFedHN(Method):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay", "clip"):
+        for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay"):
             self.check(name, getattr(self, name) >= 0, "not negative")
         self.check("width", self.width >= 1, "at least 1")
         self.check("server_lr", self.server_lr > 0, "above 0")
@@ -66,77 +78,127 @@ class PFedHN(Method):
 
     # ---- the hypernetwork --------------------------------------------------------------------------------------------
 
-    def _hypernetwork(self, inputs: int, outputs: int) -> HyperNetwork:
-        return HyperNetwork(inputs, outputs, self.width, self.hidden_layers)
+    def _hypernetwork(self, inputs: int, outputs: int) -> SideModule:
+        return SideModule(lambda: HyperNetwork(inputs, outputs, self.width, self.hidden_layers))
 
-    def _weights(self, vectors: Mapping[str, Tensor], clients: list[int]) -> Tensor:
-        """h(v_k; phi) for these clients, [clients, weights]."""
-        embeddings = vectors[_EMBEDDINGS]
-        with torch.device("meta"):  # its numbers are the server's
-            hypernetwork = self._hypernetwork(embeddings.shape[1], vectors["heads.bias"].numel())
-        own = {name: vectors[name] for name, _ in hypernetwork.named_parameters()}
-        weights = functional_call(hypernetwork, own, (embeddings[clients],))
-        assert isinstance(weights, Tensor)
-        return weights
+    def _of(self, server: Mapping[str, Tensor]) -> SideModule:
+        """The hypernetwork that these vectors are of: a row of its heads has ``width`` numbers and one more."""
+        length = server[_EMBEDDINGS].shape[1]
+        beyond = len(server[_HYPERNETWORK]) - self._hypernetwork(length, 1).size
+        return self._hypernetwork(length, 1 + beyond // (self.width + 1))
+
+    def generated(self, model: WorkingModel) -> Tensor:
+        """Which numbers of a state the hypernetwork makes: all that is trained."""
+        return torch.arange(model.parameters, device=model.device)
 
     def set_up(self, server: Server) -> None:
         """Draw hypernetwork and embeddings; buffers, where there are such, are the network's."""
         model, length = server.model, self.embedding or 1 + server.clients // 4
-        weights, buffers = model.state().tensor_split((model.parameters,))
+        state, own = model.state(), server.stream("hypernetwork")
+        weights, buffers = state[self.generated(model)], state[model.parameters :]
         if len(buffers):
             server[_BUFFERS] = buffers
-        own = server.stream("hypernetwork")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(torch.randint(2**62, (), generator=own)))
-            hypernetwork = self._hypernetwork(length, len(weights)).to(model.dtype)
-        vectors = {name: p.detach().to(model.device) for name, p in hypernetwork.named_parameters()}
+        hypernetwork = self._hypernetwork(length, len(weights))
+        vector = hypernetwork.drawn(own, model)
         if self.start == "network":
-            vectors["heads.bias"] = weights
-        vectors[_EMBEDDINGS] = torch.randn(server.clients, length, generator=own, dtype=model.dtype).to(model.device)
-        server |= vectors
+            hypernetwork.pieces(vector)["heads.bias"].copy_(weights)
+        embeddings = torch.randn(server.clients, length, generator=own, dtype=model.dtype).to(model.device)
+        server |= {_HYPERNETWORK: vector, _EMBEDDINGS: embeddings}
         if self.server_momentum:
-            server |= {f"{_MOMENTUM}{name}": torch.zeros_like(vector) for name, vector in vectors.items()}
+            server |= {_MOMENTUM + name: torch.zeros_like(server[name]) for name in (_HYPERNETWORK, _EMBEDDINGS)}
 
     # ---- a round -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """theta_k, as a state of the whole model."""
-        weights = self._weights(server, [client])[0]
+        """theta_k, and buffers behind it."""
+        weights = self._of(server)(server[_HYPERNETWORK], server[_EMBEDDINGS][client])
         return {"model": torch.cat([weights, server[_BUFFERS]]) if _BUFFERS in server else weights}
+
+    def state_of(self, client: Client, received: Mapping[str, Tensor]) -> Tensor:
+        """The received model as a state."""
+        return received["model"]
 
     def train_generated(self, client: Client) -> float:
         """E epochs of SGD; returns the mean loss."""
-        return Steps(client, self, clip=self.clip).train()
+        return Steps(client, self).train()
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Train the received model and send how it has changed."""
-        model = client.model
-        model.load(received["model"])
+        model, made = client.model, self.generated(client.model)
+        model.load(self.state_of(client, received))
         client.report["loss"] = self.train_generated(client)
         state = model.state()
-        weights, buffers = state.tensor_split((model.parameters,))
-        sent = {"difference": received["model"][: model.parameters] - weights}
-        return sent | {_BUFFERS: buffers} if len(buffers) else sent
+        sent = {"difference": received["model"][: len(made)] - state[made]}
+        return sent | ({_BUFFERS: state[model.parameters :]} if model.size > model.parameters else {})
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """A step of hypernetwork and embeddings by what the clients' changes are worth to them."""
-        names = [name for name in server if name != _BUFFERS and not name.startswith(_MOMENTUM)]
-        leaves = {name: server[name].detach().requires_grad_() for name in names}
+        hypernetwork, vectors = self._of(server), {name: server[name] for name in (_HYPERNETWORK, _EMBEDDINGS)}
+        leaves = hypernetwork.leaves(vectors[_HYPERNETWORK])
+        embeddings = vectors[_EMBEDDINGS].detach().requires_grad_()
+        weights = hypernetwork(leaves, embeddings[uploads.clients])
         difference = torch.stack(uploads.each("difference")) / len(uploads)
-        gradients = torch.autograd.grad(self._weights(leaves, uploads.clients), list(leaves.values()), difference)
+        gradients = torch.autograd.grad(weights, [*leaves.values(), embeddings], difference)
         norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
         server.report["gradient_norm"] = norm
         scale = min(1.0, self.clip / (norm + 1e-6)) if self.clip else 1.0  # as torch's clip_grad_norm_
-        for name, gradient in zip(names, gradients, strict=True):
-            step = gradient.mul_(scale).add_(server[name], alpha=self.server_weight_decay)
-            if self.server_momentum:
-                step = server[_MOMENTUM + name].mul_(self.server_momentum).add_(step)
-            lr = self.embedding_lr if name == _EMBEDDINGS and self.embedding_lr else self.server_lr
-            server[name].add_(step, alpha=-lr)  # in place, as all of this may be gigabytes
+        into = [*hypernetwork.pieces(vectors[_HYPERNETWORK]).values(), vectors[_EMBEDDINGS]]
+        kept: list[Tensor] = []
+        if self.server_momentum:
+            momenta = hypernetwork.pieces(server[_MOMENTUM + _HYPERNETWORK])
+            kept = [*momenta.values(), server[_MOMENTUM + _EMBEDDINGS]]
+        for i, (vector, gradient) in enumerate(zip(into, gradients, strict=True)):
+            step = gradient.mul_(scale).add_(vector, alpha=self.server_weight_decay)
+            if kept:
+                step = kept[i].mul_(self.server_momentum).add_(step)
+            lr = self.embedding_lr if vector is vectors[_EMBEDDINGS] and self.embedding_lr else self.server_lr
+            vector.add_(step, alpha=-lr)  # in place, as all of this may be gigabytes
         if _BUFFERS in server:
             server[_BUFFERS] = uploads.average(_BUFFERS)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """theta_k."""
-        return {"personal": received["model"]}
+        return {"personal": self.state_of(client, received)}
+
+
+@dataclass(frozen=True)
+class PFedHNPC(PFedHN):
+    r"""pFedHN-PC (Shamsian et al., 2021, section 3.3): pFedHN with a personal classifier.
+
+    The hypernetwork makes the representation :math:`\theta_k = h(v_k; \varphi)`; the head :math:`\omega_k` stays with
+    the client, which trains both by the E epochs and sends the change of :math:`\theta_k` alone. So clients whose
+    labels mean different things need not share a head.
+
+    Reading: the paper's objective minimises over :math:`\omega_k` in an inner problem; as in the authors' code the
+    head goes on from the client's last turn, in the same steps as :math:`\theta_k`.
+    """
+
+    name = "pfedhn-pc"
+
+    head: str = option("", "module that stays with the client; empty: the last layer")
+
+    def generated(self, model: WorkingModel) -> Tensor:
+        """All that is trained but the head."""
+        own, size = model.part(self.head), model.dtype
+        inside = model.whole((own, torch.ones(own.size, dtype=size)), (~own, torch.zeros((~own).size, dtype=size)))
+        return (inside[: model.parameters] == 0).nonzero().flatten().to(model.device)
+
+    def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
+        """omega_k, from the common initial weights."""
+        return {"head": model.part(self.head).read()}
+
+    def state_of(self, client: Client, received: Mapping[str, Tensor]) -> Tensor:
+        """The received representation under the client's head."""
+        model, made = client.model, self.generated(client.model)
+        representation, buffers = received["model"].tensor_split((len(made),))
+        state = received["model"].new_zeros(model.size)
+        state[made], state[model.parameters :] = representation, buffers
+        own = model.part(self.head)
+        return model.whole((own, client["head"]), (~own, (~own).of(state)))
+
+    def train_generated(self, client: Client) -> float:
+        """E epochs of SGD of both parts; the head is kept."""
+        loss = super().train_generated(client)
+        client["head"] = client.model.part(self.head).read()
+        return loss

@@ -12,6 +12,7 @@ from pfl_ext.federation import (
     Client,
     Method,
     Server,
+    Stage,
     Steps,
     Uploads,
     WorkingModel,
@@ -40,9 +41,9 @@ class PFedMe(Method):
 
     Readings. :math:`\theta_k` starts at w in each round and at the previous batch's :math:`\theta_k` within one, as in
     the authors' code: started at :math:`w_k` each time it would hardly move where K and the step size are small.
-    Clients count alike, and only selected ones train: in the paper all do, and some are averaged. Momentum and weight
-    decay are those of the steps of :math:`\theta_k`. Buffers are those that :math:`\theta_k` saw, averaged without
-    :math:`\beta`.
+    Clients count alike, and only selected ones train; in the paper all do, and those selected are averaged
+    (``everyone``). Momentum and weight decay are those of the steps of :math:`\theta_k`. Buffers are those that
+    :math:`\theta_k` saw, averaged without :math:`\beta`.
     """
 
     name = "pfedme"
@@ -52,6 +53,7 @@ class PFedMe(Method):
     lam: float = option(15.0, "lambda, how strongly the personal model is held near w_k")
     inner_steps: int = option(5, "K, steps of the personal model on a batch")
     beta: float = option(1.0, "how far the server goes towards the clients' mean, and beyond it if above 1")
+    everyone: bool = option(False, "let all clients train in each round; those that were not selected send nothing")
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -63,6 +65,11 @@ class PFedMe(Method):
         self.check("inner_steps", self.inner_steps >= 1, "at least 1")
         self.check("beta", self.beta > 0, "above 0")
 
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Of clients that were not selected too, where everyone trains."""
+        return ("rest",) if self.everyone else ()
+
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """theta_k."""
         return {"personal": model.state()}
@@ -73,7 +80,8 @@ class PFedMe(Method):
         model.load(received["model"])
         w = [p.detach().clone() for p in model.trained]
         client.trains(w)
-        theta = Steps(client, self, lr=self.personal_lr, anchor=w, lam=self.lam)
+        inner = self.inner_steps * client.steps_of(self.batch_size, **local_length(self))
+        theta = Steps(client, self, lr=self.personal_lr, anchor=w, lam=self.lam, expected=inner)
         losses = []
         model.module.train()
         for batch in client.batches(self.batch_size, **local_length(self)):
@@ -90,6 +98,10 @@ class PFedMe(Method):
             for p, local in zip(model.trained, w, strict=True):
                 p.copy_(local)
         return {"model": model.state()}
+
+    def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+        """The same turn, of which nothing is sent."""
+        self.train(client, received)
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Go towards the mean."""

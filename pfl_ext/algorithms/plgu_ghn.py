@@ -37,10 +37,11 @@ class PLGUGHN(LayerWise, PFedHN):
         """E epochs of LWSAM; returns the mean loss."""
         model = client.model
         groups = self.layers_of(model).groups
+        without = self.left_out(model, model.trained, groups)
         received = [p.detach().clone() for p in model.trained]
 
         def perturb(params: list[Tensor], gradients: list[Tensor], backup: Tensor | None) -> Tensor:
-            scores = self.scores(params, received, groups)
+            scores = self.scores(params, received, groups, without)
             return self.perturb(params, gradients, groups, scores, backup)
 
-        return Steps(client, self, perturb=perturb, clip=self.clip).train()
+        return Steps(client, self, perturb=perturb).train()

@@ -61,12 +61,13 @@ class PLGUGRep(LayerWise, FedRep):
 
     def _train_representation(self, client: Client, params: list[Tensor]) -> float:
         received, groups = [p.detach().clone() for p in params], self._groups(client.model, params)
+        without = self.left_out(client.model, params, groups)
         steps, losses, backup = Steps(client, self, params=params), [], None
         client.model.module.train()
         for batch in client.batches(self.batch_size, **local_length(self)):
             loss, g = steps.gradients(batch)
             steps.step(g)  # (11)
-            scores = self.scores(params, received, groups)  # (10)
+            scores = self.scores(params, received, groups, without)  # (10)
             _, g = steps.gradients(batch)
             backup = self.perturb(params, g, groups, scores, backup)  # (12)
             _, g = steps.gradients(batch)

@@ -96,7 +96,8 @@ class PLGULF(LayerWise, Method):
             client.report["loss"] = steps.train()
             return {"model": model.state()}
         theta = self._theta(client, w)
-        scores = self.scores(model.tensors(theta), model.tensors(w), layers.groups)
+        without = self.left_out(model, model.trained, layers.groups)
+        scores = self.scores(model.tensors(theta), model.tensors(w), layers.groups, without)
         personal = scores.argsort(descending=True, stable=True)[:count]
         theta = torch.where(torch.isin(layers.entries, personal), theta, w)
         client["personal"], trained = self._local_steps(client, theta, w, layers.groups, scores)
@@ -108,7 +109,7 @@ class PLGULF(LayerWise, Method):
         """Algorithm 1: theta and w_k after the local steps."""
         model = client.model
         model.load(w)
-        other = model.copies()  # w_k; the working model is theta, and both change places for the second gradient
+        other = model.second()  # w_k; the working model is theta, and both change places for the second gradient
         model.load(theta)
         steps_of_theta, steps_of_w = Steps(client, self), Steps(client, self)
         params, backup = steps_of_w.params, None

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 
-from .fednova import accumulated_steps
-
 __all__ = ["SCAFFOLD"]
 
 
@@ -43,6 +41,10 @@ class SCAFFOLD(Method):
 
     name = "scaffold"
     private = True
+    refuses = (
+        ("optimizer", "its equations take a change of the model for a sum of gradients, which it is of SGD"),
+        ("weighting", "its equations count clients alike"),
+    )
 
     server_lr: float = option(1.0, "eta_g, step size of the server")
     control: str = option(
@@ -83,7 +85,7 @@ class SCAFFOLD(Method):
         client.report["loss"] = steps.train()
         y = model.state()
         if self.control == "change":
-            weight = self.lr * accumulated_steps(steps.taken, self.momentum)
+            weight = self.lr * steps.accumulated
             new = own - c + (x - y)[parameters] / weight if weight else own
         client["control"] = new
         return {"model": y, "control": new - own}

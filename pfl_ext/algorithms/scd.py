@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pfl_ext.federation import (
@@ -16,9 +17,9 @@ from pfl_ext.federation import (
     Steps,
     Uploads,
     WorkingModel,
-    classification_loss,
     option,
 )
+from pfl_ext.federation.steps import Loss
 from pfl_ext.ops import SpectralTeacher, spectral_divergence
 
 from .new_clients import NewClients
@@ -44,10 +45,14 @@ class SCD(NewClients, Method):
     The second line runs while :math:`w_{G,k}` is on its way to the server and the new :math:`w_G` on its way back: the
     wait-free protocol (:mod:`pfl_ext.federation.clock`).
 
-    Readings. D is a true KL of normalised spectra by default (``form``; :mod:`pfl_ext.ops.spectral` says why). Both
-    models see the same batches. :math:`\tau = 0` compares nothing: no generic term. The official code's term has no
-    gradient; this one has. Without selection of all clients (Appendix F) those that are not selected rest, or train
-    their personal models against the generic one that is broadcast; a step cap is the setting ``personal_cap``.
+    Readings. D is a true KL of normalised spectra by default (``form``; :mod:`pfl_ext.ops.spectral` says why); with
+    ``form="mean"`` it is as many times larger as entries are compared, which is the scale at which the paper's weights
+    matter (docs/scd.md). Both models see the same batches. :math:`\tau = 0` compares nothing: no generic term. The
+    official code's spectral term has no gradient; this one has. What has one there is :math:`\beta \|w_{p,k} -
+    w_{G,k}\|_2`, not squared, which the paper does not mention (``beta``); its generic training begins from the same
+    tensors as the personal one, and the personal accuracy that it logs is the last client's. Without selection of all
+    clients (Appendix F) those that are not selected rest, or train their personal models against the generic one that
+    is broadcast; a step cap is the setting ``personal_cap``.
     """
 
     name = "scd"
@@ -56,7 +61,14 @@ class SCD(NewClients, Method):
     lam_g: float = option(0.05, "lambda_g, weight of the spectral term of the global model; 0: w/o SCD-GM")
     lam_p: float = option(0.01, "lambda_p, weight of the spectral term of the personal model; 0: w/o SCD-PM")
     tau: float = option(0.4, "part of the spectrum that the global model is taught")
-    form: str = option("normalized", "form of the divergence", choices=("normalized", "paper", "generalized"))
+    form: str = option(
+        "normalized",
+        "form of the divergence: spectra divided by their sums or means, or the printed one, or its generalised KL",
+        choices=("normalized", "mean", "paper", "generalized"),
+    )
+    beta: float = option(
+        0.0, "weight of the distance |w_p - w_G| of the official code's personal loss (there 0.2); 0: none"
+    )
     scope: str = option(
         "model", "one transform of all weights, as in the paper, or one of each tensor", choices=("model", "tensor")
     )
@@ -70,6 +82,7 @@ class SCD(NewClients, Method):
         super().__post_init__()
         self.check("lam_g", self.lam_g >= 0, "not negative")
         self.check("lam_p", self.lam_p >= 0, "not negative")
+        self.check("beta", self.beta >= 0, "not negative")
         self.check("tau", 0 <= self.tau <= 1, "from 0 to 1")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
 
@@ -95,21 +108,34 @@ class SCD(NewClients, Method):
             return self.fine_tune_if_new(client, received["model"])
         client.model.load(client["personal"])
         generic = sent["model"] if client.stage == "personal" else received["model"]
-        loss = self._taught(client, generic, self.lam_p, 1.0)
+        loss = self._near(client, generic, self._taught(client, generic, self.lam_p, 1.0))
         client.report["personal_loss"] = Steps(client, self).train(loss, epochs=self.personal_epochs)
         client["personal"] = client.model.state()
 
-    def _taught(self, client: Client, teacher: Tensor, lam: float, tau: float) -> Callable[[Tensor, Batch], Tensor]:
+    def _taught(self, client: Client, teacher: Tensor, lam: float, tau: float) -> Loss:
         """CE + lam D(first tau of the working model's spectrum || that of the teacher's)."""
         if lam == 0 or tau == 0:
-            return lambda logits, batch: classification_loss(logits, batch.targets)
+            return lambda logits, batch: client.task.loss(logits, batch.targets)
         spectrum = SpectralTeacher(client.model.tensors(teacher), tau=tau, scope=self.scope)  # type: ignore[arg-type]
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
             divergence = spectral_divergence(client.model.trained, spectrum, form=self.form)  # type: ignore[arg-type]
-            return classification_loss(logits, batch.targets) + lam * divergence
+            return client.task.loss(logits, batch.targets) + lam * divergence
 
         return loss
+
+    def _near(self, client: Client, generic: Tensor, loss: Loss) -> Loss:
+        """That loss with beta times the distance of the working model from the generic one, which is not squared."""
+        if self.beta == 0:
+            return loss
+        fixed = client.model.tensors(generic)
+
+        def nearer(logits: Tensor, batch: Batch) -> Tensor:
+            apart = [torch.linalg.vector_norm(w - g) for w, g in zip(client.model.trained, fixed, strict=True)]
+            distance: Tensor = torch.linalg.vector_norm(torch.stack(apart))
+            return loss(logits, batch) + self.beta * distance
+
+        return nearer
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average, weighted by samples."""

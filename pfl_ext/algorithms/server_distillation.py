@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_ext.data import AUGMENTATIONS, Dataset
-from pfl_ext.federation import Method, Server, WorkingModel, option
+from pfl_ext.data import AUGMENTATIONS
+from pfl_ext.data.placement import placed
+from pfl_ext.federation import Method, Server, Uploads, WorkingModel, option, outputs_of
+from pfl_ext.federation.requirements import check_augmentation
 from pfl_ext.ops import ensemble_distillation_loss, ensemble_logits
+from pfl_ext.tasks import Task
 
 __all__ = ["DistillingMethod", "distil"]
-
-_FORWARD_BATCH = 256  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,28 @@ class DistillingMethod(Method):
             )
         if self.kd_keep_best and server.held_out is None:
             raise ValueError("kd_keep_best needs labelled samples of the server: partition with server=0.1, say")
+        if self.kd_temperature != 1 and not server.task.has_logits:
+            raise ValueError(
+                f"kd_temperature is {self.kd_temperature}; the task {server.task.name} has no logits that it could "
+                "soften: leave it at 1"
+            )
+        if self.kd_augmentation != "none" and server.auxiliary is not None:
+            check_augmentation(f"kd_augmentation is {self.kd_augmentation!r}", server.auxiliary)
         super().set_up(server)
 
 
-def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Callable[[], Iterable[Tensor]]) -> Tensor:
+def distil(server: Server, method: DistillingMethod, start: Tensor, uploads: Uploads) -> Tensor:
     r"""R steps of Adam on the divergence of the student g from the mean logits of M teachers, on unlabelled samples.
 
     .. math:: \mathrm{KL}\Big(\sigma\big(\tfrac1T \tfrac1M \sum_m h_m(x)\big) \,\Big\|\, \sigma(\tfrac1T g(x))\Big)
 
-    The teachers do not change in a round: their mean logits are computed once for each sample that the R batches hold,
-    and kept. Where they see other images every time (``kd_augmentation`` with ``kd_cache=False``) or depend on the
-    whole batch (``kd_teachers="train"``) they are computed with every batch.
+    Its mean is over everything that has a class: samples, pixels, tokens. Of a task without logits it is the mean of
+    :math:`(\tfrac1M \sum_m h_m(x) - g(x))^2`: twice the divergence of normal distributions of variance 1 around both.
+
+    The teachers are the models that clients have sent. They do not change in a round: their mean logits are computed
+    once for each sample that the R batches hold, where the clients are, and kept. Where they see other images every
+    time (``kd_augmentation`` with ``kd_cache=False``) or depend on the whole batch (``kd_teachers="train"``) they are
+    computed with every batch, at the server.
 
     With ``kd_distance`` it reports, over all unlabelled samples and with probabilities g and :math:`h_m`,
 
@@ -86,7 +98,7 @@ def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Ca
         server: its working model and unlabelled data are used.
         method: gives the options.
         start: the student's state to begin with.
-        teachers: makes the teachers' states, one after the other, anew with every call.
+        uploads: the teachers' states, by the name ``"model"``.
 
     Returns:
         The student's state. Parameters that are not trained are as in ``start``.
@@ -102,21 +114,21 @@ def distil(server: Server, method: DistillingMethod, start: Tensor, teachers: Ca
     if method.kd_distance or (steps and not each_batch):
         if not method.kd_distance:
             rows = torch.cat(batches).unique()
-        every = torch.stack([_logits(model, state, data, rows) for state in teachers()])
-        mean = ensemble_logits(every)
-        probabilities = _probabilities(method, every).mean(0)
+        every = torch.stack(uploads.outputs("model", model, data, rows))
+        mean = _mean(every)
+        probabilities = torch.stack([_probabilities(server.task, method, outputs) for outputs in every]).mean(0)
     place = torch.full((len(data),), -1)
     place[rows] = torch.arange(len(rows))
 
     def distance(state: Tensor) -> float:
-        own = _probabilities(method, _logits(model, state, data, rows))
+        own = _probabilities(server.task, method, outputs_of(model, state, data, rows))
         return float((own - probabilities).abs().sum(-1).mean())
 
     if method.kd_distance:
         server.report["distillation_distance_before"] = distance(start)
     if steps:
         fixed = None if each_batch else mean
-        start = _train(server, method, start, teachers, batches, fixed, place)
+        start = _train(server, method, start, uploads, batches, fixed, place)
     if method.kd_distance:
         server.report["distillation_distance"] = distance(start)
     return start
@@ -126,7 +138,7 @@ def _train(
     server: Server,
     method: DistillingMethod,
     start: Tensor,
-    teachers: Callable[[], Iterable[Tensor]],
+    uploads: Uploads,
     batches: list[Tensor],
     mean: Tensor | None,
     place: Tensor,
@@ -136,36 +148,38 @@ def _train(
     assert data is not None
     augment, random = AUGMENTATIONS[method.kd_augmentation], server.stream("distillation/augmentation")
     ensemble = WorkingModel(copy.deepcopy(model.module)) if mean is None else None
+    teachers = uploads.each("model") if mean is None else []
     model.load(start)
     model.module.train(method.kd_student == "train")
     optimizer = torch.optim.Adam(model.trained, lr=method.kd_lr)
-    best, best_accuracy = start, _accuracy(server, start) if method.kd_keep_best else math.nan
+    best, best_metric = start, _held_out(server, start) if method.kd_keep_best else math.nan
     total = torch.zeros((), device=model.device)
     for step, rows in enumerate(batches):
         inputs = augment(data.batch(rows)[0], random)
-        target = mean[place[rows]] if mean is not None else _mean_of_batch(ensemble, method, teachers(), inputs)
+        if mean is None:
+            target = _mean_of_batch(ensemble, method, teachers, inputs)
+        else:
+            target = mean.index_select(0, placed(place[rows], mean.device))
         if method.kd_schedule == "cosine":
             for group in optimizer.param_groups:
                 group["lr"] = method.kd_lr * 0.5 * (1 + math.cos(math.pi * step / len(batches)))
-        loss = ensemble_distillation_loss(
-            model(inputs), target[None], temperature=method.kd_temperature, multilabel=method.kd_sigmoid
-        )
+        loss = _divergence(server.task, method, model(inputs), target)
         for parameter, gradient in zip(model.trained, torch.autograd.grad(loss, model.trained), strict=True):
             parameter.grad = gradient
         optimizer.step()
         total += loss.detach()
         if method.kd_keep_best and ((step + 1) % method.kd_keep_best == 0 or step + 1 == len(batches)):
             now = model.state()
-            accuracy = _accuracy(server, now)
-            if accuracy > best_accuracy:
-                best, best_accuracy = now, accuracy
+            metric = _held_out(server, now)
+            if server.task.is_better(metric, best_metric):
+                best, best_metric = now, metric
             model.module.train(method.kd_student == "train")
     server.report["kd_loss"] = float(total) / len(batches)
     for parameter in model.trained:
         parameter.grad = None
     if not method.kd_keep_best:
         return model.state()
-    server.report["held_out_accuracy"] = best_accuracy
+    server.report[f"held_out_{server.task.metric}"] = best_metric
     return best
 
 
@@ -180,14 +194,6 @@ def _batches(samples: int, size: int, steps: int, order: torch.Generator) -> lis
 
 
 @torch.no_grad()
-def _logits(model: WorkingModel, state: Tensor, data: Dataset, rows: Tensor) -> Tensor:
-    """Logits of these samples by a model of that state, in evaluation mode."""
-    model.load(state)
-    model.module.eval()
-    return torch.cat([model(data.batch(part)[0]) for part in rows.split(_FORWARD_BATCH)])
-
-
-@torch.no_grad()
 def _mean_of_batch(
     ensemble: WorkingModel | None, method: DistillingMethod, teachers: Iterable[Tensor], inputs: Tensor
 ) -> Tensor:
@@ -198,17 +204,36 @@ def _mean_of_batch(
         ensemble.load(state)
         ensemble.module.train(method.kd_teachers == "train")
         every.append(ensemble(inputs))
-    return ensemble_logits(every)
+    return _mean(torch.stack(every))
 
 
-def _probabilities(method: DistillingMethod, logits: Tensor) -> Tensor:
+def _mean(every: Tensor) -> Tensor:
+    """The mean outputs of teachers [M, n, ...]."""
+    return ensemble_logits(every.flatten(2) if every.dim() > 2 else every[..., None]).view(every.shape[1:])
+
+
+def _divergence(task: Task, method: DistillingMethod, outputs: Tensor, target: Tensor) -> Tensor:
+    """How far the student's outputs are from the teachers' mean."""
+    if not task.has_logits:
+        return F.mse_loss(outputs, target)
+    student, teachers = task.rows(outputs), task.rows(target)[None]
+    loss: Tensor = ensemble_distillation_loss(
+        student, teachers, temperature=method.kd_temperature, multilabel=method.kd_sigmoid
+    )
+    return loss
+
+
+def _probabilities(task: Task, method: DistillingMethod, outputs: Tensor) -> Tensor:
+    """A row of them for everything that has a class; without logits the outputs of each sample."""
+    if not task.has_logits:
+        return outputs.reshape(len(outputs), -1)
+    logits = task.rows(outputs)
     return logits.sigmoid() if method.kd_sigmoid else F.softmax(logits, -1)
 
 
-def _accuracy(server: Server, state: Tensor) -> float:
-    """The share of the server's held-out samples that a model of that state decides rightly."""
-    data = server.held_out
+def _held_out(server: Server, state: Tensor) -> float:
+    """The task's metric of a model of that state on the server's held-out samples."""
+    data, task = server.held_out, server.task
     assert data is not None
-    logits = _logits(server.model, state, data, torch.arange(len(data)))
-    right = (logits > 0) == (data.targets == 1) if data.multilabel else logits.argmax(-1) == data.targets
-    return float(right.double().mean())
+    outputs = outputs_of(server.model, state, data, torch.arange(len(data)))
+    return task.metrics(*task.reduce(outputs, data.batch(torch.arange(len(data)))[1]))[task.metric]

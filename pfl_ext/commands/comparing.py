@@ -1,39 +1,23 @@
-"""What ``pfl-ext compare`` and ``sweep`` share: their options, the runs of a comparison, tables in all styles."""
+"""What ``pfl-ext compare`` and ``sweep`` share: their options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pfl_ext.algorithms import METHODS
-from pfl_ext.comparison import Comparison, folder_name, method_of
-from pfl_ext.configuration import METRIC, STATISTIC
-from pfl_ext.data import Dataset, Partition
-from pfl_ext.experiment import Experiment, method_options
+from pfl_ext.comparison import Comparison, method_of
 from pfl_ext.options import Option, nearest
-from pfl_ext.reports import ResultsFolder, table
-from pfl_ext.reports.tables import Style
-from pfl_ext.runs import run_in
+from pfl_ext.reports import Look
+from pfl_ext.sections import method_options
 
 from .flags import add_option
-from .methods import listed, make_known
 from .parser import Parser, UsageError
-from .parsing import Basis, Output, Words, add_data, add_output, add_settings, words_of
+from .parsing import Basis, Words, add_data, add_output, add_settings, listed, look_of, words_of
+from .trust import load_code
 
-__all__ = ["Compared", "Look", "compared", "folders_of", "run_all", "write_tables"]
-
-_SUFFIXES: dict[Style, str] = {"markdown": "md", "csv": "csv", "latex": "tex"}
-
-
-@dataclass(frozen=True)
-class Look:
-    """How the tables look."""
-
-    metric: str
-    statistic: str
-    style: Style
+__all__ = ["Compared", "compared"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +39,7 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
         " METHOD METHOD ...",
         description=f"{description}\n"
         "A method's own options: --set ditto.lam=0.1, or a table [method.ditto] in the configuration file, which may\n"
-        "also list the methods, seeds, metric, statistic, and variants of a method under names of their own\n"
+        "also list the methods, seeds, metric, statistic, columns, and variants of a method under names of their own\n"
         "(docs/methods.md).",
         epilog=listed(),
     )
@@ -69,8 +53,7 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
     _set_own(sections, rest["set"], methods)
     for label in methods:
         name = method_of(label, sections)
-        if ":" in name:  # makes that of a file known
-            make_known(name, trusted=name in rest["methods"] or basis.trust_code)
+        load_code("method", name, trusted=name in rest["methods"] or basis.trust_code)
     seeds = configuration.seeds
     if rest["seeds"] is not None:
         seeds = Option("--seeds", tuple[int, ...], (), "").parse(rest["seeds"])
@@ -78,7 +61,7 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
         words,
         Comparison(sections, tuple(methods), seeds),
         {**configuration.sweep, **_varied(rest.get("vary", ()))},
-        Look(rest["metric"] or configuration.metric, rest["statistic"] or configuration.statistic, rest["style"]),
+        look_of(words, configuration),
     )
 
 
@@ -99,10 +82,8 @@ def _add_options(parser: Parser, command: str, basis: Basis) -> None:
             "--vary", action="append", default=[], metavar="SECTION.OPTION=A,B,...", help="an option and its values"
         )
     group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
-    for option in (METRIC, STATISTIC):  # the file may set them: no default here
-        text = f"{option.help} (default: {option.default})"
-        group.add_argument(f"--{option.name}", choices=option.choices, help=text)
-    group.add_argument("--style", choices=tuple(_SUFFIXES), default="markdown", help="of the printed table")
+    styles = ("markdown", "csv", "latex")
+    group.add_argument("--style", choices=styles, default="markdown", help="of the printed table")
 
 
 def _set_own(sections: dict[str, dict[str, Any]], settings: Sequence[str], methods: Sequence[str]) -> None:
@@ -127,41 +108,3 @@ def _varied(settings: Sequence[str]) -> dict[str, list[str]]:
             raise UsageError(f"--vary {setting}: SECTION.OPTION=A,B,... is accepted, such as method.rho=0.05,0.1")
         found[name] = [value.strip() for value in values.split(",")]
     return found
-
-
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
-def folders_of(experiments: Sequence[tuple[str, Experiment]], folder: Path) -> list[Path]:
-    """The folder of each run of a comparison."""
-    return [folder / f"{folder_name(label)}-seed{made.settings.seed}" for label, made in experiments]
-
-
-def run_all(
-    experiments: Sequence[tuple[str, Experiment]], folder: Path, output: Output
-) -> tuple[dict[str, list[ResultsFolder]], Dataset, Partition]:
-    """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last."""
-    runs: dict[str, list[ResultsFolder]] = {label: [] for label, _ in experiments}
-    made: dict[int, tuple[Dataset, Partition]] = {}
-    for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
-        seed = experiment.settings.seed
-        if seed not in made:
-            made = {seed: experiment.make_data()}  # one at a time: they are large
-        run_in(
-            own,
-            experiment,
-            *made[seed],
-            label=label,
-            resume=output.resume,
-            overwrite=output.overwrite,
-            quiet=output.quiet,
-            board=output.tensorboard,
-        )
-        runs[label].append(ResultsFolder.open(own))
-    return runs, *made[seed]
-
-
-def write_tables(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> None:
-    """Write a table in all styles."""
-    for style, suffix in _SUFFIXES.items():
-        (folder / f"{name}.{suffix}").write_text(table(rows, style=style), encoding="utf-8")

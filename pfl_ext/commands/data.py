@@ -13,6 +13,7 @@ from pfl_ext.experiment import Experiment
 from .flags import known_flags
 from .parser import Parser
 from .parsing import Basis, add_data, explained, words_of
+from .trust import add_trust
 
 __all__ = ["Request", "execute", "flags", "parse"]
 
@@ -35,6 +36,7 @@ def parse(arguments: Sequence[str]) -> Request:
     add_data(parser, basis.partition)
     group = parser.add_argument_group("output")
     group.add_argument("--config", type=Path, help="a TOML file with the tables data and partition")
+    add_trust(group)
     group.add_argument("--seed", dest="federation.seed", default=argparse.SUPPRESS, help="the seed (default: 0)")
     group.add_argument("--save", type=Path, help="write the partition to this file (safetensors)")
     group.add_argument("--picture", type=Path, help="draw the partition into this file (PNG)")

@@ -9,31 +9,28 @@ from typing import Any
 
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import PARTITIONERS
-from pfl_ext.experiment import (
+from pfl_ext.options import Option, OptionError, nearest
+from pfl_ext.sections import (
     DATA_OPTIONS,
-    NETWORK_OPTIONS,
     PARTITION_OPTIONS,
+    SECTIONS,
     method_options,
     owners,
     partition_options,
     settings_options,
+    spelled,
 )
-from pfl_ext.options import Option, OptionError, nearest
 
 from .parser import UsageError
 
 __all__ = ["add_option", "flag", "known_flags", "refuse_unknown", "spoken", "with_flags"]
 
-_TABLES = {"data": DATA_OPTIONS, "partition": PARTITION_OPTIONS, "network": NETWORK_OPTIONS}
+_OUTPUT = ("resume", "overwrite", "output", "quiet", "tensorboard", "metric", "statistic", "columns")
 
 
 def flag(section: str, key: str) -> str:
     """What an option of a table is called on the command line."""
-    if key in _TABLES.get(section, {}):
-        name = _TABLES[section][key].name
-    else:
-        name = f"network_{key}" if section == "network" else key
-    return "--" + name.replace("_", "-")
+    return "--" + spelled(section, key).replace("_", "-")
 
 
 def add_option(group: Any, option: Option, section: str, key: str | None = None) -> None:
@@ -49,12 +46,12 @@ def add_option(group: Any, option: Option, section: str, key: str | None = None)
     if isinstance(default, (str, int, float)):
         text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
     common: dict[str, Any] = {"dest": f"{section}.{key}", "default": argparse.SUPPRESS, "help": text}
-    spelled = flag(section, key)
+    name = flag(section, key)
     if option.type is bool:
-        group.add_argument(spelled, action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(name, action=argparse.BooleanOptionalAction, **common)
     else:
         metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else None
-        group.add_argument(spelled, metavar=metavar or spelled[2:].replace("-", "_").upper(), **common)
+        group.add_argument(name, metavar=metavar or name[2:].replace("-", "_").upper(), **common)
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], chosen: Mapping[str, str]) -> None:
@@ -73,7 +70,7 @@ def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], chos
             others = owners(section, key)
             if others:
                 raise UsageError(f"{name} is an option of the {section} {', '.join(others)}; this run has {own}")
-        flags = [spelled for action in parser._actions for spelled in action.option_strings]
+        flags = [flag for action in parser._actions for flag in action.option_strings]
         if "--set" in flags and (others := owners("method", key)):
             raise UsageError(f"{name} is an option of the method {', '.join(others)}: --set METHOD.{key}=VALUE sets it")
         raise UsageError(f"unknown option {name}{nearest(name, flags)}; see {parser.prog} --help")
@@ -96,25 +93,29 @@ def known_flags() -> dict[str, str]:
     for partition in PARTITIONERS:
         found |= {key: flag("partition", key) for key in partition_options(partition)}
     found |= {key: flag("federation", key) for key in settings_options()}
-    for section, options in _TABLES.items():
+    for section, options in (("data", DATA_OPTIONS), ("partition", PARTITION_OPTIONS)):
         found |= {key: flag(section, key) for key in options if key != "name"}
-    return found
+    return found | {name: f"--{name}" for name in _OUTPUT}
 
 
 def with_flags(message: str, flags: Mapping[str, str]) -> str:
     """A message of the library in the words of the command line.
 
     In Python options are keyword arguments: ``download=True`` is ``--download`` here, ``server=0.1`` is
-    ``--server 0.1``, and what begins with "device is" speaks of ``--device``.
+    ``--server 0.1``, and what begins with "device is" speaks of ``--device``. A line that lists an option of a table,
+    ``  method.lr: ...``, lists its flag.
     """
+    if not flags:
+        return message
 
-    def spelled(match: re.Match[str]) -> str:
+    def of_keyword(match: re.Match[str]) -> str:
         name, value = match.groups()
         return flags[name] if value == "True" else f"{flags[name]} {value}"
 
     names = _any(flags)
-    message = re.sub(rf"(?<![\w/.=-])({names})=(\w+(?:\.\w+)*)(?![\w/=])", spelled, message)
-    return re.sub(rf"^({names})(?= is )", lambda match: flags[match[1]], message)
+    message = re.sub(rf"(?<![\w/.=-])({names})=(\w+(?:\.\w+)*)(?![\w/=])", of_keyword, message)
+    message = re.sub(rf"^  ({'|'.join(SECTIONS)})\.(\w+)(?=: )", lambda m: f"  {flag(m[1], m[2])}", message, flags=re.M)
+    return re.sub(rf"^({names})(?= (?:is|has) )", lambda match: flags[match[1]], message)
 
 
 def _any(names: Iterable[str]) -> str:

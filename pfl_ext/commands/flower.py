@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from pfl_ext.algorithms import METHODS
-from pfl_ext.experiment import Experiment, method_options
+from pfl_ext.experiment import Experiment
 from pfl_ext.flower_app import write_app
 from pfl_ext.options import nearest, title
+from pfl_ext.sections import method_options
 
 from .flags import add_option, known_flags
-from .methods import listed
 from .parser import Parser, UsageError
-from .parsing import Basis, add_data, add_settings, explained, words_of
+from .parsing import Basis, add_data, add_settings, explained, listed, words_of
 
 __all__ = ["Request", "execute", "flags", "parse"]
 

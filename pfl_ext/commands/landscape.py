@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pfl_ext.experiment import Experiment
 from pfl_ext.federation import stream
 from pfl_ext.options import nearest
-from pfl_ext.reports import ResultsFolder, Surface, draw_landscapes, loss_surface, table
+from pfl_ext.reports import Surface, draw_landscapes, loss_surface, table
 from pfl_ext.runs import SavedModels
 
 from .flags import refuse_unknown
-from .methods import add_trust, make_known
 from .parser import Parser, UsageError
+from .saved import experiment_of
+from .trust import add_trust
 
 __all__ = ["Request", "execute", "flags", "parse"]
 
@@ -33,6 +33,7 @@ class Request:
     points: int
     radius: float
     seed: int
+    device: str | None
     data_root: Path | None
     trust_code: bool
     output: Path
@@ -40,7 +41,7 @@ class Request:
 
 def flags() -> dict[str, str]:
     """How names in messages are spelled on this command line."""
-    return {"root": "--data-root"} | {name: f"--{name}" for name in ("client", "points", "radius", "samples")}
+    return {"root": "--data-root"} | {name: f"--{name}" for name in ("client", "device", "points", "radius", "samples")}
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -60,6 +61,7 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument("--points", type=int, default=21, help="of the grid in each direction (default: 21)")
     parser.add_argument("--radius", type=float, default=1.0, help="1: as far as the filters are long (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="decides the directions (default: 0)")
+    parser.add_argument("--device", help="where losses are computed, such as cuda (default: where the run was)")
     parser.add_argument("--data-root", type=Path, help="the folder with the data's files, if not that of the run")
     add_trust(parser)
     parser.add_argument("--output", type=Path, default=Path("landscape.png"), help="the picture to write")
@@ -76,6 +78,7 @@ def parse(arguments: Sequence[str]) -> Request:
         points=parsed.points,
         radius=parsed.radius,
         seed=parsed.seed,
+        device=parsed.device,
         data_root=parsed.data_root,
         trust_code=parsed.trust_code,
         output=parsed.output,
@@ -100,23 +103,20 @@ def execute(request: Request) -> int:
 
 def _surfaces(folder: Path, request: Request) -> dict[str, Surface]:
     """The loss around each model of a run."""
-    sections = ResultsFolder.open(folder).read_json("config.json")
-    if request.data_root is not None:
-        sections["data"]["root"] = str(request.data_root)
-    make_known(str(sections.get("method", {}).get("name")), trusted=request.trust_code)
-    saved = SavedModels(folder, Experiment.from_sections(sections), request.client)
-    chosen = list(saved.states) if request.models is None else request.models
+    experiment = experiment_of(folder, request.data_root, trusted=request.trust_code)
+    saved = SavedModels(folder, experiment, request.client, request.device)
+    chosen = saved.names if request.models is None else request.models
     for name in chosen:
-        if name not in saved.states:
-            close = nearest(name, saved.states)
-            raise UsageError(f"--models {name}: {folder} has {', '.join(saved.states)}{close}")
+        if name not in saved.names:
+            close = nearest(name, saved.names)
+            raise UsageError(f"--models {name}: {folder} has {', '.join(saved.names)}{close}")
     indices = saved.samples(request.split, request.samples, request.seed)
     if len(indices) == 0:
         raise UsageError(f"--split {request.split}: client {request.client} has no such data")
     return {
         name: loss_surface(
             saved.model,
-            saved.states[name],
+            saved.state(name),
             lambda: saved.client.loss(indices),
             stream(request.seed, "landscape"),
             points=request.points,

@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pfl_ext.algorithms import METHODS
 from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
-from pfl_ext.experiment import (
+from pfl_ext.nn import NETWORKS
+from pfl_ext.options import Option, OptionError, nearest, title
+from pfl_ext.reports import COLUMNS, METRIC, STATISTIC, Look
+from pfl_ext.running import Output
+from pfl_ext.sections import (
     DATA_OPTIONS,
     NETWORK_OPTIONS,
     PARTITION_OPTIONS,
-    Experiment,
+    TASK_OPTIONS,
     network_options,
     partition_options,
     settings_options,
+    task_options,
 )
-from pfl_ext.nn import NETWORKS
-from pfl_ext.options import Option, OptionError, nearest, title
-from pfl_ext.runs import has_results
+from pfl_ext.tasks import TASKS
 
 from .flags import add_option, refuse_unknown, spoken
-from .methods import add_trust
 from .parser import Parser, UsageError
+from .trust import add_trust, load_code, load_named
 
 __all__ = [
     "Basis",
-    "Output",
     "Words",
     "add_data",
     "add_output",
     "add_settings",
-    "data_name",
     "explained",
+    "listed",
+    "look_of",
     "output_of",
     "words_of",
 ]
@@ -55,19 +59,41 @@ class Basis:
         """The basis of a command line."""
         first = Parser(command, add_help=False)
         first.add_argument("--config", type=Path)
-        first.add_argument("--partition")
+        for option in ("partition", *_CODE):
+            first.add_argument(f"--{option}")
         add_trust(first)
         known, _ = first.parse_known_args(arguments)
         try:
             configuration = Configuration() if known.config is None else Configuration.read(known.config)
         except (ValueError, OSError) as error:
             raise UsageError(str(error)) from None
+        for section in _CODE:
+            if (named := getattr(known, section)) is not None:
+                load_code(section, named, trusted=True)
+        load_named(_without(configuration.sections, known), trusted=known.trust_code)
         name = known.partition or configuration.sections.get("partition", {}).get("name")
         name = name or PARTITION_OPTIONS["name"].default
         if name not in PARTITIONERS:
             close = nearest(name, PARTITIONERS)
             raise UsageError(f"unknown partition {name!r}{close}; known are {', '.join(PARTITIONERS)}")
         return Basis(configuration, name, known.trust_code)
+
+
+_CODE = ("data", "task", "network", "optimizer")
+
+
+def _without(sections: Mapping[str, Mapping[str, Any]], known: Any) -> dict[str, dict[str, Any]]:
+    """The tables of a file without the names that the command line names too."""
+    return {
+        section: {key: value for key, value in table.items() if key != "name" or getattr(known, section, None) is None}
+        for section, table in sections.items()
+        if section in (*_CODE, "method")
+    }
+
+
+def listed() -> str:
+    """All methods of the package with what they are, for the help of a command."""
+    return "methods:\n" + "\n".join(f"  {name:12} {title(method)}" for name, method in METHODS.items())
 
 
 @dataclass(frozen=True)
@@ -120,30 +146,33 @@ def explained(tables: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 
 def add_data(parser: Parser, partition: str) -> None:
-    """Add the options of data, partition and network."""
-    group = parser.add_argument_group("data and network")
-    for section, options in (("data", DATA_OPTIONS), ("partition", PARTITION_OPTIONS), ("network", NETWORK_OPTIONS)):
+    """Add the options of data, partition, task and network."""
+    group = parser.add_argument_group("data, task and network")
+    tables = (DATA_OPTIONS, PARTITION_OPTIONS, TASK_OPTIONS, NETWORK_OPTIONS)
+    for section, options in zip(("data", "partition", "task", "network"), tables, strict=True):
         for key, option in options.items():
             add_option(group, option, section, key)
     group = parser.add_argument_group(f"partition {partition}", title(PARTITIONERS[partition]))
     for option in partition_options(partition).values():
         add_option(group, option, "partition")
+    group = parser.add_argument_group("task", "The options of tasks that have any.")
+    _add_own(group, "task", TASKS, task_options)
     group = parser.add_argument_group("network", "The options of every network; stem and the like where it has them.")
-    for key, (option, networks) in _network_options().items():
-        of = "" if len(networks) == len(NETWORKS) else f"; {', '.join(networks)}"
-        add_option(group, dataclasses.replace(option, help=option.help + of), "network", key)
+    _add_own(group, "network", NETWORKS, network_options)
 
 
-def _network_options() -> dict[str, tuple[Option, list[str]]]:
-    """The options of all networks, and which have each. A network named later in a file may have any of them."""
+def _add_own(group: Any, section: str, names: Iterable[str], options_of: Callable[[str], Mapping[str, Option]]) -> None:
+    """Add the options of all networks or tasks, and say which have each: one that a file names may have any of them."""
     found: dict[str, tuple[Option, list[str]]] = {}
-    for network in NETWORKS:
-        for key, option in network_options(network).items():
-            first, networks = found.setdefault(key, (option, []))
-            networks.append(network)
+    for name in (every := list(names)):
+        for key, option in options_of(name).items():
+            first, own = found.setdefault(key, (option, []))
+            own.append(name)
             if first.default != option.default:
-                found[key] = (dataclasses.replace(first, default=None), networks)
-    return found
+                found[key] = (dataclasses.replace(first, default=None), own)
+    for key, (option, own) in found.items():
+        of = "" if len(own) == len(every) else f"; {', '.join(own)}"
+        add_option(group, dataclasses.replace(option, help=option.help + of), section, key)
 
 
 def add_settings(parser: Parser) -> None:
@@ -158,43 +187,11 @@ def add_settings(parser: Parser) -> None:
 # ---- where results go ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Output:
-    """Where the results of a command go, and what is made of them."""
-
-    folder: Path
-    resume: bool
-    overwrite: bool
-    quiet: bool
-    tensorboard: bool
-    plots: bool
-
-    def check(self, runs: Sequence[Path]) -> None:
-        """Refuse folders that a command cannot write its runs to, before the first of them begins.
-
-        Args:
-            runs: the folders of all runs.
-        """
-        if self.resume and not self.folder.exists():
-            raise ValueError(
-                f"--resume: there is no folder {self.folder}, so there is nothing to go on with; leave out --resume to "
-                "begin, or name the run's folder by --output"
-            )
-        if self.resume or self.overwrite:
-            return
-        for folder in runs:
-            if has_results(folder):
-                raise ValueError(
-                    f"{folder} holds the results of an earlier run: --resume goes on with it, --overwrite removes its "
-                    "results, --output names another folder"
-                )
-
-
 def add_output(parser: Parser, default: str) -> None:
     """Add the options of the configuration file and of the results."""
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--config", type=Path, help="a TOML file with the tables data, partition, network, federation, method"
+        "--config", type=Path, help="a TOML file with the tables data, partition, task, network, federation, method"
     )
     add_trust(group)
     group.add_argument("--output", type=Path, help=f"folder for results and checkpoints (default: {default})")
@@ -205,6 +202,9 @@ def add_output(parser: Parser, default: str) -> None:
     group.add_argument("--quiet", action="store_true", help="no progress display")
     group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the folder too")
     group.add_argument("--no-plots", action="store_true", help="draw nothing")
+    for option in (METRIC, STATISTIC, COLUMNS):  # the file may set them: no default here
+        text = option.help if option.default is None else f"{option.help} (default: {option.default})"
+        group.add_argument(f"--{option.name}", choices=option.choices, help=text.replace("%", "%%"))
 
 
 def output_of(words: Words, default: str) -> Output:
@@ -222,6 +222,11 @@ def output_of(words: Words, default: str) -> Output:
     )
 
 
-def data_name(experiment: Experiment) -> str:
-    """The data and partition of an experiment as part of a folder's name."""
-    return f"{experiment.data.replace(':', '-').replace('/', '-')}-{experiment.partition}"
+def look_of(words: Words, configuration: Configuration) -> Look:
+    """What tables and pictures show: as the command line says, else the file."""
+    rest = {"style": "markdown", **words.rest}
+    with explained({}):
+        columns = configuration.columns if rest["columns"] is None else COLUMNS.parse(rest["columns"])
+        return Look(
+            rest["metric"] or configuration.metric, rest["statistic"] or configuration.statistic, columns, rest["style"]
+        )

@@ -9,15 +9,26 @@ from typing import Any
 from pfl_ext.algorithms import METHODS
 from pfl_ext.comparison import check_own_tables, method_of, variant
 from pfl_ext.configuration import Configuration
-from pfl_ext.experiment import Experiment, method_options
-from pfl_ext.options import title
-from pfl_ext.reports import ResultsFolder, table
-from pfl_ext.runs import draw, run_in
+from pfl_ext.experiment import Experiment
+from pfl_ext.options import nearest, title
+from pfl_ext.reports import Look
+from pfl_ext.running import Output, run_name, run_one
+from pfl_ext.sections import method_options
 
 from .flags import add_option, known_flags
-from .methods import listed, make_known
 from .parser import Parser, UsageError
-from .parsing import Basis, Output, add_data, add_output, add_settings, data_name, explained, output_of, words_of
+from .parsing import (
+    Basis,
+    add_data,
+    add_output,
+    add_settings,
+    explained,
+    listed,
+    look_of,
+    output_of,
+    words_of,
+)
+from .trust import load_code
 
 __all__ = ["Request", "execute", "flags", "parse"]
 
@@ -30,6 +41,7 @@ class Request:
 
     experiment: Experiment
     output: Output
+    look: Look
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -43,7 +55,10 @@ def parse(arguments: Sequence[str]) -> Request:
         others = [
             name for name in sections.get("method", {}) if name not in METHODS and method_of(name, sections) != name
         ]
-        make_known(method, trusted=method == first or basis.trust_code, others=others)
+        load_code("method", method, trusted=method == first or basis.trust_code)
+        if method not in METHODS:
+            known = [*METHODS, *others]
+            raise UsageError(f"unknown method {method!r}{nearest(method, known)}; known are {', '.join(known)}")
     parser = Parser(
         "run",
         " METHOD",
@@ -67,7 +82,7 @@ def parse(arguments: Sequence[str]) -> Request:
     with explained(words.tables):
         # The method's own tables first: the command line overrides these too.
         experiment = Experiment.from_sections(words.over(variant(sections, label)))
-    return Request(experiment, output_of(words, _name(experiment)))
+    return Request(experiment, output_of(words, run_name(experiment)), look_of(words, basis.configuration))
 
 
 def _add_options(parser: Parser, method: str | None, basis: Basis) -> None:
@@ -96,50 +111,9 @@ def _no_method(configuration: Configuration) -> str:
     return f"no method is named: METHOD comes first, pfl-ext run METHOD [options]; known are {', '.join(METHODS)}"
 
 
-def _name(experiment: Experiment) -> str:
-    method = type(experiment.make_method()).__name__.lower() if ":" in experiment.method else experiment.method
-    return f"{method}-{data_name(experiment)}-seed{experiment.settings.seed}"
-
-
 def execute(request: Request) -> int:
     """Run it, draw it, print the last evaluation."""
     experiment, output = request.experiment, request.output
-    output.check([output.folder])
-    dataset, partition = experiment.make_data()
-    last = run_in(
-        output.folder,
-        experiment,
-        dataset,
-        partition,
-        resume=output.resume,
-        overwrite=output.overwrite,
-        quiet=output.quiet,
-        board=output.tensorboard,
-    )
-    if output.plots:
-        draw({experiment.method: ResultsFolder.open(output.folder)}, output.folder, dataset, partition)
-    print(table(_rows(last)))
+    print(run_one(experiment, output, request.look))
     print(f"{experiment.method} on {experiment.data}: results in {output.folder}")
     return 0
-
-
-def _rows(last: Mapping[str, Any]) -> list[dict[str, str]]:
-    """A row for each model and each data it was evaluated on."""
-    rows = []
-    for model, splits in last["models"].items():
-        for split, metrics in splits.items():
-            if isinstance(metrics.get("accuracy"), Mapping):
-                summary = metrics["accuracy"]
-                rows.append(
-                    {
-                        "model": model,
-                        "data": split,
-                        "accuracy": f"{100 * summary['mean']:.2f}",
-                        "std over clients": f"{100 * summary['std']:.2f}",
-                        "lowest 5 %": f"{100 * summary['lowest5']:.2f}",
-                        "top 5 %": f"{100 * summary['top5']:.2f}",
-                    }
-                )
-            elif "accuracy" in metrics:
-                rows.append({"model": model, "data": split, "accuracy": f"{100 * metrics['accuracy']:.2f}"})
-    return rows

@@ -10,13 +10,14 @@ from typing import Any
 
 from pfl_ext.comparison import Point, points
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import Runs, comparison, option_curves, table, tails
+from pfl_ext.reports import Look, Runs, option_curves, table, tails, users
+from pfl_ext.running import Output, data_name, folders_of, run_all, with_config, write_tables
 from pfl_ext.runs import draw
 
-from .comparing import Look, compared, folders_of, run_all, write_tables
+from .comparing import compared
 from .flags import known_flags
 from .parser import UsageError
-from .parsing import Output, data_name, explained, output_of
+from .parsing import explained, output_of
 
 __all__ = ["Request", "execute", "flags", "parse"]
 
@@ -28,6 +29,8 @@ class Request:
     """A sweep to be made: its points with the runs that each adds, and where they go."""
 
     points: tuple[tuple[Point, tuple[tuple[str, Experiment], ...]], ...]
+    config: Mapping[str, Any]
+    """What makes the same sweep again."""
     output: Output
     look: Look
 
@@ -45,7 +48,8 @@ def parse(arguments: Sequence[str]) -> Request:
         raise UsageError("name what to vary: --vary method.rho=0.05,0.1, or a table [sweep] in the configuration")
     with explained(what.words.tables):
         found = _fresh(points(what.comparison, what.vary))
-    return Request(found, output_of(what.words, f"sweep-{data_name(found[-1][1][0][1])}"), what.look)
+    output = output_of(what.words, f"sweep-{data_name(found[-1][1][0][1])}")
+    return Request(found, what.comparison.config(what.look, what.vary), output, what.look)
 
 
 def _fresh(every: Sequence[Point]) -> tuple[tuple[Point, tuple[tuple[str, Experiment], ...]], ...]:
@@ -65,28 +69,43 @@ def execute(request: Request) -> int:
     output, look = request.output, request.look
     every = [folder for point, some in request.points for folder in folders_of(some, output.folder / point.folder)]
     output.check(every)
+    with with_config(output.folder, request.config):
+        return _run(request, output, look)
+
+
+def _run(request: Request, output: Output, look: Look) -> int:
     rows: list[dict[str, Any]] = []
     tail_rows: list[dict[str, Any]] = []
     curves: list[tuple[Mapping[str, Any], Runs]] = []
     for point, some in request.points:
-        runs, dataset, partition = run_all(some, output.folder / point.folder, output)
+        found, dataset, partition = run_all(some, output.folder / point.folder, output, look)
+        runs, look = found.folders, found.look
         if output.plots:
-            draw(runs, output.folder / point.folder, dataset, partition)
-        both = (comparison(runs, look.metric, look.statistic), tails(runs, look.metric))
+            draw(runs, output.folder / point.folder, dataset, partition, look)
+        (output.folder / point.folder / "users.md").write_text(users(runs, look.metric or ""), encoding="utf-8")
+        both = (found.rows(), tails(runs, look.metric or ""))
         for row, of_tails in zip(*both, strict=True):
             applies = point.applies[str(row["method"])]
             own = {name: value if name in applies else None for name, value in point.values.items()}
             rows.append({**_short(own), **row})
             tail_rows.append({**_short(own), **of_tails})
         curves.append((point.values, runs))
-        write_tables(rows, output.folder, "sweep")
-        write_tables(tail_rows, output.folder, "tails")
-    print(table(rows, style=look.style))
+        write_tables(rows, output.folder, "sweep", look, _columns(rows, look))
+        write_tables(tail_rows, output.folder, "tails", look)
+    print(table(rows, _columns(rows, look), look.style, look.digits))
     experiments = [made for _, some in request.points for _, made in some]
     if output.plots:
-        _draw(curves, output.folder, any(made.settings.new_clients for made in experiments))
+        _draw(curves, output.folder, look.metric or "", any(made.settings.new_clients for made in experiments))
     print(f"{len(request.points)} points on {experiments[0].data}: results in {output.folder}")
     return 0
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], look: Look) -> list[str] | None:
+    """The chosen columns, after the options that differ."""
+    if look.columns is None:
+        return None
+    first = list(rows[0])
+    return [*first[: first.index("method")], *look.columns]
 
 
 def _short(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,15 +117,15 @@ def _short(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _draw(points: Sequence[tuple[Mapping[str, Any], Runs]], folder: Path, new_clients: bool) -> None:
+def _draw(points: Sequence[tuple[Mapping[str, Any], Runs]], folder: Path, metric: str, new_clients: bool) -> None:
     """A picture of the results over the option that has several values, if only one has; one more of new clients."""
     varied = [name for name in points[0][0] if len({str(values[name]) for values, _ in points}) > 1]
     if len(varied) != 1:
         return
     drawn = [(values[varied[0]], runs) for values, runs in points]
     try:
-        option_curves(drawn, folder / "sweep.png", varied[0])
+        option_curves(drawn, folder / "sweep.png", varied[0], metric)
         if new_clients:
-            option_curves(drawn, folder / "new-clients.png", varied[0], new_clients=True)
+            option_curves(drawn, folder / "new-clients.png", varied[0], metric, new_clients=True)
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)

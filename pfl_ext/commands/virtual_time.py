@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pfl_ext.experiment import settings_options
 from pfl_ext.options import Option
 from pfl_ext.reports import table, timeline
 from pfl_ext.reports.tables import Style
 from pfl_ext.reports.virtual_time import CLOCK, seconds, speedups, timed_below
+from pfl_ext.sections import settings_options
 
 from .flags import flag, refuse_unknown
 from .parser import Parser
@@ -50,8 +50,10 @@ def parse(arguments: Sequence[str]) -> Request:
         "Asynchronous runs and those that train until the new model arrives have one time: their own.",
     )
     parser.add_argument("results", nargs="+", type=Path, metavar="FOLDER", help="results of run, compare or sweep")
-    parser.add_argument("--target", nargs="+", type=float, default=[], help="accuracies to reach, such as 0.4 0.8")
-    parser.add_argument("--model", default="personal", help="whose accuracy: personal or global (default: personal)")
+    parser.add_argument(
+        "--target", nargs="+", type=float, default=[], help="of the runs' metric: accuracies such as 0.4 0.8"
+    )
+    parser.add_argument("--model", default="personal", help="which: personal or global (default: personal)")
     parser.add_argument(
         "--ratios", help="times of personal training to communication, such as 0.25,1,4: a table of speed-ups over them"
     )

@@ -171,7 +171,7 @@ def allocate(
         raise ValueError(f"{len(empty)} of {clients} clients got no sample; use fewer clients or more data")
 
     *holdings, server_samples = _deal(torch.cat([counts, server_counts[None]]), category, pool, generator)
-    strata = category if dataset.multilabel else dataset.targets.cpu()
+    strata = dataset.targets.cpu() if dataset.one_class else category
     cuts = [_cut(held, strata, validation, test_fraction if test == "split" else 0.0, generator) for held in holdings]
     train, validation_sets, tests = (tuple(part) for part in zip(*cuts, strict=True))
     if test == "split":

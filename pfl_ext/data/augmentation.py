@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .placement import placed
+
 __all__ = ["AUGMENTATIONS", "flip", "flip_crop", "none", "random_crop", "random_flip"]
 
 
@@ -17,7 +19,7 @@ def random_flip(x: Tensor, generator: torch.Generator) -> Tensor:
     """Mirror each image left to right with probability 1/2."""
     _check(x)
     chosen = torch.rand(len(x), generator=generator, device=generator.device) < 0.5
-    return torch.where(chosen.to(x.device)[:, None, None, None], x.flip(-1), x)
+    return torch.where(placed(chosen, x.device)[:, None, None, None], x.flip(-1), x)
 
 
 def random_crop(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tensor:
@@ -28,7 +30,8 @@ def random_crop(x: Tensor, generator: torch.Generator, padding: int = 4) -> Tens
     _check(x)
     n, channels, height, width = x.shape
     padded = torch.nn.functional.pad(x, (padding,) * 4)
-    places = torch.randint(2 * padding + 1, (2, n, 1), generator=generator, device=generator.device).to(x.device)
+    drawn = torch.randint(2 * padding + 1, (2, n, 1), generator=generator, device=generator.device)
+    places = placed(drawn, x.device)
     rows = places[0] + torch.arange(height, device=x.device)
     columns = places[1] + torch.arange(width, device=x.device)
     # One flat index a pixel, shared by the channels: several times faster than indexing in four dimensions.
@@ -59,5 +62,6 @@ AUGMENTATIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def _check(x: Tensor) -> None:
-    if x.ndim != 4:
-        raise ValueError(f"inputs are {tuple(x.shape)}; images [n, channels, height, width] are accepted")
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        given = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__} of several"
+        raise ValueError(f"inputs are {given}; images [n, channels, height, width] are accepted")

@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["CLASSES", "Dataset", "channel_statistics", "class_names"]
+from .cache import cached
+from .description import describe
+from .nests import Inputs, filled, joined, leaves, mapped, named, shapes
+from .placement import placed
+from .stacking import as_inputs, pair, scaled, stacked
+from .statistics import Statistics, as_statistics, by_name, statistics_of
+from .stored import StoredTensor
+from .targets import IGNORED, as_targets, class_names
 
-CLASSES = 100_000
-"""How many classes there may be: a target beyond is no class number but something else, or damaged."""
+__all__ = ["Dataset"]
 
-
-def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, ``inputs[:, c]``, in units of ``inputs``.
-
-    A constant channel has the standard deviation 1, so that dividing by it is harmless. For the training images of
-    MNIST and CIFAR these are the constants in common use, times 255.
-    """
-    channels = inputs.transpose(0, 1).flatten(1)
-    if inputs.dtype == torch.uint8:
-        # Through a histogram: exact, and without a floating-point copy of all images.
-        values = torch.arange(256, dtype=torch.float64)
-        histogram = torch.stack([torch.bincount(channel, minlength=256) for channel in channels]).double().cpu()
-        mean = histogram @ values / channels.shape[1]
-        variance = (histogram * (values - mean[:, None]) ** 2).sum(1) / channels.shape[1]
-    else:
-        variance, mean = torch.var_mean(channels.double(), dim=1, correction=0)
-    std = variance.sqrt()
-    return mean.float(), torch.where(std > 0, std, 1.0).float()
+_NUMBERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}  # what is no quantity: tokens, masks
 
 
-def class_names(targets: Tensor) -> tuple[str, ...]:
-    """ "0", "1", ... up to the largest class number, or one for each label of multi-label targets."""
-    count = targets.shape[1] if targets.ndim > 1 else int(targets.max()) + 1
-    if count > CLASSES:
-        raise ValueError(f"the largest target is {count - 1}; class numbers below {CLASSES:,} are accepted")
-    return tuple(map(str, range(count)))
-
-
-def _digest(digest: Any, label: str, tensor: Tensor | None) -> None:
+def _digest(digest: Any, label: str, tensor: Tensor | StoredTensor | None) -> None:
     """Feed a tensor's dtype, shape and bytes to a hash."""
     if tensor is None:
         digest.update(f"{label}:none;".encode())
         return
     digest.update(f"{label}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    for part in tensor.parts() if isinstance(tensor, StoredTensor) else (tensor,):
+        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,52 +43,46 @@ class Dataset:
 
     Args:
         name: for people; files give theirs, without the folder.
-        inputs: ``[n, ...]``, uint8 (images: channels, height, width) or floating.
-        targets: ``[n]`` int64 class numbers, or ``[n, labels]`` uint8 or floating for multi-label data.
-        classes: a name for each class or label.
+        inputs: ``[n, ...]``, uint8 (images: channels, height, width) or floating, or integers (tokens), which stay what
+            they are; or a tuple or a dictionary of such, which may hold others: the arguments of the network.
+        targets: ``[n]`` int64 class numbers, ``[n, ...]`` int64 for a class of each pixel or token (:data:`IGNORED` for
+            none), ``[n, labels]`` uint8 or floating of zeros and ones for multi-label data, ``[n]`` or ``[n, numbers]``
+            floating for regression.
+        classes: a name for each class or label; none for regression.
         is_test: ``[n]`` bool, the official test part; all False where there is none.
         domain: ``[n]`` int64, where a sample comes from, for feature shift.
         domains: a name for each domain.
         mean, std: a number for each channel ``inputs[:, c]``, in units of ``inputs``; :meth:`batch` applies
-            ``(x - mean) / std``. To choose others: ``dataclasses.replace(dataset, mean=..., std=...)``.
-        dtype: of the inputs (and multi-label targets) that :meth:`batch` returns.
+            ``(x - mean) / std``. To choose others: ``dataclasses.replace(dataset, mean=..., std=...)``. Of a nest a
+            dictionary, of those tensors in it that are to be normalised: ``{"image": tensor}``.
+        dtype: of the inputs (and of targets that are no class numbers) that :meth:`batch` returns.
     """
 
     name: str
-    inputs: Tensor
+    inputs: Any  # Inputs; what most have is a tensor, and need not say so
     targets: Tensor
     classes: tuple[str, ...]
     is_test: Tensor
     domain: Tensor | None = None
     domains: tuple[str, ...] = ()
-    mean: Tensor | None = None
-    std: Tensor | None = None
+    mean: Statistics | None = None
+    std: Statistics | None = None
     dtype: torch.dtype = torch.float32
-    _scale: Tensor | None = field(init=False, repr=False)
-    _shift: Tensor | None = field(init=False, repr=False)
+    _affine: dict[str, tuple[Tensor, Tensor]] = field(init=False, repr=False)
+    """Scale and shift of the tensors that are normalised."""
 
     def __post_init__(self) -> None:
         """Refuse what does not fit together, before anything is trained on it."""
-        n = len(self.inputs)
-        if self.inputs.ndim < 2 or not (self.inputs.dtype == torch.uint8 or self.inputs.is_floating_point()):
-            raise ValueError(
-                f"inputs are {self.inputs.dtype} {tuple(self.inputs.shape)}; "
-                "uint8 or floating tensors of two or more dimensions, [samples, ...], are accepted"
-            )
-        _check_finite(self.name, "inputs", self.inputs)
+        n = self._check_inputs()
         _check_finite(self.name, "targets", self.targets)
         for label, tensor in (("targets", self.targets), ("is_test", self.is_test), ("domain", self.domain)):
             if tensor is not None and len(tensor) != n:
                 raise ValueError(f"{label} has {len(tensor)} entries for {n} samples")
-            if tensor is not None and tensor.device != self.inputs.device:
-                raise ValueError(f"{label} is on {tensor.device}, the inputs on {self.inputs.device}; use to()")
+            if tensor is not None and tensor.device != self.device:
+                raise ValueError(f"{label} is on {tensor.device}, the inputs on {self.device}; use to()")
         if self.is_test.dtype != torch.bool or self.is_test.ndim != 1:
             raise ValueError(f"is_test is {self.is_test.dtype} {tuple(self.is_test.shape)}; bool [{n}] is accepted")
-        if self.multilabel:
-            if self.targets.shape[1:] != (len(self.classes),):
-                raise ValueError(f"targets are {tuple(self.targets.shape)} for {len(self.classes)} labels")
-        else:
-            _check_numbers("targets", self.targets, len(self.classes), "classes")
+        self._check_targets()
         if self.domain is not None:
             _check_numbers("domain", self.domain, len(self.domains), "domains")
         if (self.mean is None) != (self.std is None):
@@ -114,39 +90,102 @@ class Dataset:
         if not self.dtype.is_floating_point:
             raise ValueError(f"dtype is {self.dtype}; a floating one is accepted")
         # batch() is called once per training step: what does not depend on the indices is computed here.
-        scale = shift = None
-        if self.mean is not None and self.std is not None:
-            channels = self.inputs.shape[1]
-            usable = bool(self.mean.isfinite().all() and self.std.isfinite().all() and (self.std > 0).all())
-            if self.mean.shape != (channels,) or self.std.shape != (channels,) or not usable:
-                raise ValueError(
-                    f"mean {tuple(self.mean.shape)} and std {tuple(self.std.shape)}: "
-                    f"[{channels}] each, finite, and a positive std, are accepted"
-                )
-            shape = (channels, *[1] * (self.inputs.ndim - 2))
-            precision = torch.float64 if self.dtype == torch.float64 else torch.float32
-            inverse = 1 / self.std.double()
-            scale = inverse.reshape(shape).to(self.inputs.device, precision)
-            shift = (-self.mean.double() * inverse).reshape(shape).to(self.inputs.device, precision)
-        object.__setattr__(self, "_scale", scale)
-        object.__setattr__(self, "_shift", shift)
+        object.__setattr__(self, "_affine", self._normalisation())
 
-    def batch(self, indices: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Normalised inputs and targets of these samples, in this order, on the dataset's device."""
+    def _check_inputs(self) -> int:
+        """Refuse inputs that no batch can be made of; returns how many samples there are."""
+        every = list(named(self.inputs))
+        if not every:
+            raise ValueError("inputs hold no tensor")
+        nested = not isinstance(self.inputs, Tensor) and every[0][0] != ""
+        for name, leaf in every:
+            label = f"inputs {name}".strip()
+            if leaf.ndim < 2 - nested or leaf.dtype.is_complex:
+                raise ValueError(
+                    f"{label} are {leaf.dtype} {tuple(leaf.shape)}; uint8, floating or integer tensors of two or more "
+                    "dimensions, [samples, ...], are accepted, in a tuple or a dictionary also [samples]"
+                )
+            if len(leaf) != len(every[0][1]) or leaf.device != every[0][1].device:
+                raise ValueError(
+                    f"{label} have {len(leaf)} entries on {leaf.device}, inputs {every[0][0]} {len(every[0][1])} on "
+                    f"{every[0][1].device}; all have one for each sample, on one device"
+                )
+            if isinstance(leaf, Tensor):  # what is in a cache was checked when that was made
+                _check_finite(self.name, label, leaf)
+        return len(every[0][1])
+
+    def _normalisation(self) -> dict[str, tuple[Tensor, Tensor]]:
+        every = dict(named(self.inputs))
+        mean, std = (by_name(given) for given in (self.mean, self.std))
+        if mean.keys() != std.keys() or not mean.keys() <= every.keys():
+            given = [", ".join(map(repr, some)) or "nothing" for some in (mean, std, every)]
+            raise ValueError(
+                f"mean is of {given[0]}, std of {given[1]}; both of the same of the inputs {given[2]} are accepted"
+            )
+        return {name: self._scale_and_shift(every[name], mean[name], std[name]) for name in mean}
+
+    def _scale_and_shift(self, leaf: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        if not (leaf.dtype == torch.uint8 or leaf.is_floating_point()) or leaf.ndim < 2:
+            raise ValueError(f"{leaf.dtype} {tuple(leaf.shape)} are not normalised: leave mean and std out")
+        channels = leaf.shape[1]
+        usable = bool(mean.isfinite().all() and std.isfinite().all() and (std > 0).all())
+        if mean.shape != (channels,) or std.shape != (channels,) or not usable:
+            raise ValueError(
+                f"mean {tuple(mean.shape)} and std {tuple(std.shape)}: "
+                f"[{channels}] each, finite, and a positive std, are accepted"
+            )
+        shape = (channels, *[1] * (leaf.ndim - 2))
+        precision = torch.float64 if self.dtype == torch.float64 else torch.float32
+        inverse = 1 / std.double()
+        scale, shift = inverse.reshape(shape), (-mean.double() * inverse).reshape(shape)
+        return scale.to(leaf.device, precision), shift.to(leaf.device, precision)
+
+    def _check_targets(self) -> None:
+        targets, classes = self.targets, len(self.classes)
+        if targets.dtype == torch.int64 and targets.ndim == 1:
+            _check_numbers("targets", targets, classes, "classes")
+        elif targets.dtype == torch.int64:
+            _check_numbers("targets", targets[targets != IGNORED], classes, "classes")
+        elif self.multilabel:
+            if targets.shape[1:] != (classes,):
+                raise ValueError(
+                    f"targets are {targets.dtype} {tuple(targets.shape)} for {classes} labels or classes; accepted is "
+                    "[samples, labels] for labels, int64 for classes"
+                )
+        elif not targets.is_floating_point() or targets.ndim > 2:
+            raise ValueError(
+                f"targets are {targets.dtype} {tuple(targets.shape)} without classes; numbers to predict are floating, "
+                "[samples] or [samples, numbers]"
+            )
+
+    def batch(self, indices: Tensor | Sequence[int]) -> tuple[Any, Tensor]:
+        """Normalised inputs and targets of these samples, in this order, on the dataset's device.
+
+        uint8 and floating inputs come in :attr:`dtype`, booleans as they are, other integers as int64.
+        """
         if not isinstance(indices, Tensor):
             indices = torch.as_tensor(indices, dtype=torch.int64)
-        inputs, targets, dtype = self.inputs, self.targets, self.dtype
-        if indices.device != inputs.device:
-            indices = indices.to(inputs.device)
-        x = inputs.index_select(0, indices)
+        inputs, targets = self.inputs, self.targets
+        if indices.device != targets.device:
+            indices = placed(indices, targets.device)
         y = targets.index_select(0, indices)
+        if y.dtype is not torch.int64:
+            y = y.to(self.dtype)
+        if isinstance(inputs, Tensor):
+            return self._taken("", inputs, indices), y
+        return filled(inputs, [self._taken(name, leaf, indices) for name, leaf in named(inputs)]), y
+
+    def _taken(self, name: str, leaf: Tensor, indices: Tensor) -> Tensor:
+        """These samples of one tensor."""
+        x, dtype = leaf.index_select(0, indices), self.dtype
         # A batch of ten is a matter of microseconds: float() costs less than to(), an attribute less than a call.
+        if x.dtype in _NUMBERS:
+            return x if x.dtype is torch.bool else x.long()
         x = x.double() if dtype is torch.float64 else x.float()
-        if self._scale is not None and self._shift is not None:
-            x.mul_(self._scale).add_(self._shift)  # in place, in the copy that indexing made
-        if x.dtype is not dtype:
-            x = x.to(dtype)
-        return x, y.to(dtype) if y.ndim > 1 else y
+        affine = self._affine.get(name)
+        if affine is not None:
+            x.mul_(affine[0]).add_(affine[1])  # in place, in the copy that indexing made
+        return x if x.dtype is dtype else x.to(dtype)
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Dataset:
         """The same dataset on another device, with batches of another dtype."""
@@ -156,7 +195,7 @@ class Dataset:
 
         moved = replace(
             self,
-            inputs=move(self.inputs),
+            inputs=mapped(move, self.inputs),
             targets=move(self.targets),
             is_test=move(self.is_test),
             domain=move(self.domain),
@@ -171,7 +210,7 @@ class Dataset:
         rows = indices.to(self.device)
         return replace(
             self,
-            inputs=self.inputs[rows],
+            inputs=mapped(lambda leaf: leaf[rows], self.inputs),
             targets=self.targets[rows],
             is_test=self.is_test[rows],
             domain=None if self.domain is None else self.domain[rows],
@@ -192,6 +231,9 @@ class Dataset:
             return self
         if mean is None or std is None:
             raise ValueError("mean and std come together: one of them is None")
+        if not isinstance(self.inputs, Tensor):
+            names = ", ".join(name for name, _ in named(self.inputs))
+            raise ValueError(f"{self.name!r} has several inputs ({names}): dataclasses.replace says which to normalise")
         return replace(self, mean=torch.tensor(mean, dtype=torch.float32), std=torch.tensor(std, dtype=torch.float32))
 
     def in_shape_of(self, like: Dataset) -> Dataset:
@@ -200,12 +242,16 @@ class Dataset:
         Images are scaled to that height and width; grey ones get as many equal channels, colour ones become grey.
         """
         inputs, shape = self.inputs, like.input_shape
-        if self.input_shape != shape and (len(self.input_shape) != 3 or len(shape) != 3):
-            raise ValueError(f"samples of the shape {list(self.input_shape)} cannot be made images {list(shape)}")
-        if inputs.dtype != like.inputs.dtype:
-            raise ValueError(f"samples of {self.name!r} are {inputs.dtype}, those of {like.name!r} {like.inputs.dtype}")
-        if inputs.shape[1:] != shape:
-            inputs = _images_of(inputs, shape)
+        images = isinstance(inputs, Tensor) and isinstance(like.inputs, Tensor) and inputs.ndim == 4 == len(shape) + 1
+        if self.input_shape != shape and not images:
+            given, wanted = (str(list(x) if isinstance(x, tuple) else x) for x in (self.input_shape, shape))
+            raise ValueError(f"samples of the shape {given} cannot be made images {wanted}: only images are scaled")
+        kinds = [[leaf.dtype for leaf in leaves(dataset.inputs)] for dataset in (self, like)]
+        if kinds[0] != kinds[1]:
+            given, accepted = (", ".join(map(str, some)) for some in kinds)
+            raise ValueError(f"samples of {self.name!r} are {given}, those of {like.name!r} {accepted}")
+        if isinstance(inputs, Tensor) and inputs.shape[1:] != shape:
+            inputs = scaled(inputs, shape)
         return replace(self, inputs=inputs, mean=like.mean, std=like.std).to(like.device, like.dtype)
 
     def unlabelled(self, like: Dataset) -> Dataset:
@@ -225,64 +271,55 @@ class Dataset:
 
     def __str__(self) -> str:
         """What it is, in five lines: samples, inputs, normalisation, targets, domains."""
-        test = int(self.is_test.sum())
-        parts = f"{len(self) - test:,} for training and {test:,} for testing" if test else "no test part"
-        inputs = f"{str(self.inputs.dtype).removeprefix('torch.')} {list(self.input_shape)}"
-        if self.inputs.numel():
-            inputs += " from {:g} to {:g}".format(*(float(bound) for bound in torch.aminmax(self.inputs)))
-        normalised = "as they are"
-        if self.mean is not None and self.std is not None:
-            channels = [
-                f"({mean:.4g}, {std:.4g})" for mean, std in zip(self.mean.tolist(), self.std.tolist(), strict=True)
-            ]
-            normalised = f"by (mean, standard deviation) of each channel: {_listed(channels)}"
-        train = self.targets[~self.is_test]
-        if self.multilabel:
-            counts, kind = (train > 0).sum(0), "labels, of which a sample may have several"
-        else:
-            counts, kind = torch.bincount(train, minlength=len(self.classes)), "classes"
-        lines = [
-            f"{self.name}: {len(self):,} samples, {parts}",
-            f"inputs: {inputs}, {self.inputs.nbytes / 1e6:,.1f} MB on {self.device}",
-            f"normalised: {normalised}",
-            f"targets: {len(self.classes)} {kind}: {_listed(self.classes)}; {_range(counts)} training samples of each",
-            "domains: none",
-        ]
-        if self.domain is not None:
-            counts = torch.bincount(self.domain, minlength=len(self.domains))
-            lines[-1] = f"domains: {len(self.domains)}: {_listed(self.domains)}; {_range(counts)} samples of each"
-        return "\n".join(lines)
+        return describe(self)
 
     def __repr__(self) -> str:
         """One line, without the numbers in it."""
-        shape = f"{str(self.inputs.dtype).removeprefix('torch.')} {list(self.input_shape)}"
-        return f"<Dataset {self.name!r}: {len(self)} samples {shape}, {len(self.classes)} classes>"
+        kinds = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape[1:])}" for leaf in leaves(self.inputs)]
+        return f"<Dataset {self.name!r}: {len(self)} samples {', '.join(kinds)}, {len(self.classes)} classes>"
 
     def __len__(self) -> int:
         """The number of samples, test samples included."""
-        return len(self.inputs)
+        return len(self.targets)
 
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
-        return tuple(self.inputs.shape[1:])
+    def input_shape(self) -> Any:
+        """The shape of one sample, a tuple of numbers; of a nest the same nest of shapes."""
+        return shapes(self.inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """What inputs and targets take in memory: nothing of inputs that are in files."""
+        return int(self.targets.nbytes + sum(leaf.nbytes for leaf in leaves(self.inputs) if isinstance(leaf, Tensor)))
+
+    @property
+    def images(self) -> bool:
+        """Whether a sample is one image: channels, height, width."""
+        return not isinstance(self.inputs, (tuple, Mapping)) and self.inputs.ndim == 4
 
     @property
     def multilabel(self) -> bool:
         """Whether a sample may have several labels, or none."""
-        return self.targets.ndim > 1
+        return self.targets.dtype != torch.int64 and bool(self.classes)
+
+    @property
+    def one_class(self) -> bool:
+        """Whether every sample has one class."""
+        return self.targets.dtype == torch.int64 and self.targets.ndim == 1
 
     @property
     def device(self) -> torch.device:
         """Where the samples are."""
-        return self.inputs.device
+        return self.targets.device
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of samples, targets, test part, domains and class names; neither of the name nor of mean and std."""
         if "_fingerprint" not in self.__dict__:
             digest = hashlib.sha256()
-            for label in ("inputs", "targets", "is_test", "domain"):
+            for name, leaf in named(self.inputs):
+                _digest(digest, f"inputs/{name}" if name else "inputs", leaf)
+            for label in ("targets", "is_test", "domain"):
                 _digest(digest, label, getattr(self, label))
             digest.update(repr((self.classes, self.domains)).encode())
             object.__setattr__(self, "_fingerprint", digest.hexdigest())
@@ -290,87 +327,126 @@ class Dataset:
 
     @staticmethod
     def from_tensors(
-        train_x: Tensor | np.ndarray,
-        train_y: Tensor | np.ndarray,
-        test_x: Tensor | np.ndarray | None = None,
-        test_y: Tensor | np.ndarray | None = None,
+        train_x: Any,
+        train_y: Any,
+        test_x: Any = None,
+        test_y: Any = None,
         *,
         name: str = "tensors",
         classes: Sequence[str] | None = None,
-        domain: Tensor | np.ndarray | None = None,
+        domain: Any = None,
         domains: Sequence[str] = (),
-        mean: Tensor | Sequence[float] | None = None,
-        std: Tensor | Sequence[float] | None = None,
+        mean: Any = None,
+        std: Any = None,
     ) -> Dataset:
         """A dataset of the user's tensors; a training and, if there is one, a test part.
 
-        Without ``mean`` and ``std``, uint8 inputs are normalised by the statistics of the training part and floating
-        ones are left as they are. ``domain`` numbers the samples of both parts, training samples first. Without
-        ``classes`` the classes are called "0", "1", ... up to the largest target.
+        Inputs are a tensor or an array, or a tuple or a dictionary of such. Without ``mean`` and ``std``, uint8 inputs
+        are normalised by the statistics of the training part and floating ones are left as they are. ``domain`` numbers
+        the samples of both parts, training samples first. Without ``classes`` the classes are called "0", "1", ... up
+        to the largest target. Floating targets that are not all 0 or 1 are numbers to predict, and have none; of
+        targets ``[n, 1]`` that are, say which: ``classes=("label",)`` or ``classes=()``.
         """
         if (test_x is None) != (test_y is None):
             raise ValueError("test_x and test_y come together: one of them is None")
-        x, y = torch.as_tensor(train_x), torch.as_tensor(train_y)
-        is_test = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        if len(x) == 0:
+        x, y = as_inputs(train_x), torch.as_tensor(train_y)
+        is_test = torch.zeros(len(y), dtype=torch.bool, device=y.device)
+        if len(y) == 0:
             raise ValueError("there is no training sample")
-        if mean is None and std is None and x.dtype == torch.uint8:
-            mean, std = channel_statistics(x)
+        if mean is None and std is None:
+            mean, std = statistics_of(x)
         if test_x is not None and test_y is not None:
-            other_x, other_y = torch.as_tensor(test_x), torch.as_tensor(test_y)
-            if other_x.dtype != x.dtype or other_x.shape[1:] != x.shape[1:] or other_y.shape[1:] != y.shape[1:]:
+            other_x, other_y = as_inputs(test_x), torch.as_tensor(test_y)
+            kinds = [[(name, leaf.dtype, tuple(leaf.shape[1:])) for name, leaf in named(part)] for part in (x, other_x)]
+            if kinds[0] != kinds[1] or other_y.shape[1:] != y.shape[1:]:
+                said = ["; ".join(f"{name} {kind} {shape}".strip() for name, kind, shape in some) for some in kinds]
                 raise ValueError(
-                    f"training samples are {x.dtype} {tuple(x.shape[1:])} with targets {tuple(y.shape[1:])}, "
-                    f"test samples {other_x.dtype} {tuple(other_x.shape[1:])} with {tuple(other_y.shape[1:])}"
+                    f"training samples are {said[0]} with targets {tuple(y.shape[1:])}, test samples {said[1]} with "
+                    f"{tuple(other_y.shape[1:])}"
                 )
-            is_test = torch.cat([is_test, is_test.new_ones(len(other_x))])
-            x, y = torch.cat([x, other_x]), torch.cat([y, other_y])
-        if y.ndim == 1 and y.is_floating_point():
-            raise ValueError(f"targets are {y.dtype}; class numbers are whole")
-        if y.ndim == 1:
-            y = y.to(torch.int64)
-        if classes is None:
-            classes = class_names(y)
+            is_test = torch.cat([is_test, is_test.new_ones(len(other_y))])
+            x, y = joined(torch.cat, [x, other_x]), torch.cat([y, other_y])
+        y = as_targets(y)
         return Dataset(
             name=name,
             inputs=x,
             targets=y,
-            classes=tuple(classes),
+            classes=tuple(class_names(y) if classes is None else classes),
             is_test=is_test,
-            domain=None if domain is None else torch.as_tensor(domain).to(x.device, torch.int64),
+            domain=None if domain is None else torch.as_tensor(domain).to(y.device, torch.int64),
             domains=tuple(domains),
-            mean=None if mean is None else torch.as_tensor(mean, dtype=torch.float32),
-            std=None if std is None else torch.as_tensor(std, dtype=torch.float32),
+            mean=as_statistics(mean),
+            std=as_statistics(std),
         )
 
     @staticmethod
-    def from_torch(train: Any, test: Any = None, *, name: str | None = None, **options: Any) -> Dataset:
+    def from_torch(
+        train: Any,
+        test: Any = None,
+        *,
+        name: str | None = None,
+        cache: Path | str | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ) -> Dataset:
         """A dataset of ``torch.utils.data.Dataset``s (anything with ``len`` and items ``(sample, target)``).
 
         Every item is read once, here; a random transform is therefore applied once, and does not belong there: see
-        :mod:`pfl_ext.data.augmentation`. Samples may be tensors, arrays or PIL images, all of one shape.
+        :mod:`pfl_ext.data.augmentation`. Samples may be tensors, arrays, numbers or PIL images, or tuples and
+        dictionaries of them, all of one form.
 
         Args:
             train, test: the two parts.
             name: by default the class of ``train``.
+            cache: a folder for the samples, which then stay in files and are read as they are needed: for data larger
+                than memory. They are decoded once; a dataset of the same name, length and first items finds them there
+                again. Where anything else changes, name another folder.
+            threads: that read items for the cache, as many as there are processors by default.
             options: as in :meth:`from_tensors`; ``classes`` by default those that ``train`` names.
         """
-        train_x, train_y = _stack(train)
-        test_x, test_y = (None, None) if test is None else _stack(test)
+        name = name or type(train).__name__
         if "classes" not in options and isinstance(getattr(train, "classes", None), (list, tuple)):
             options["classes"] = [str(label) for label in train.classes]
-        return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name or type(train).__name__, **options)
+        if cache is not None:
+            return _from_cache(train, test, name, Path(cache), threads, options)
+        train_x, train_y = stacked(train)
+        test_x, test_y = (None, None) if test is None else stacked(test)
+        return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name, **options)
 
 
-def _listed(names: Sequence[str]) -> str:
-    """The first names, and the last where some are left out; line ends and the like are written out."""
-    shown = [repr(name)[1:-1] for name in (names if len(names) <= 6 else (*names[:4], names[-1]))]
-    return ", ".join(shown if len(names) <= 6 else (*shown[:4], "...", shown[4]))
+def _from_cache(
+    train: Any, test: Any, name: str, folder: Path, threads: int | None, options: dict[str, Any]
+) -> Dataset:
+    """As :meth:`Dataset.from_torch`, the samples of both parts in one cache, training samples first."""
+    if not len(train):
+        raise ValueError("the torch dataset is empty")
+    count = len(train) + (0 if test is None else len(test))
 
+    def read(i: int) -> tuple[Inputs, Tensor]:
+        return pair(train[i], i) if i < len(train) else pair(test[i - len(train)], i)
 
-def _range(counts: Tensor) -> str:
-    least, most = (int(counts.min()), int(counts.max())) if len(counts) else (0, 0)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    digest = hashlib.sha256()
+    for i in {0, len(train) // 2, len(train) - 1, count - 1}:
+        for leaf in leaves(read(i)[0]):
+            _digest(digest, str(i), leaf)
+    key = [name, type(train).__qualname__, len(train), count, digest.hexdigest()]
+    inputs, targets = cached(folder, key, count, read, name=name, threads=threads)
+    assert targets is not None
+    is_test = torch.arange(count) >= len(train)
+    if options.get("mean") is None and options.get("std") is None:
+        options["mean"], options["std"] = statistics_of(mapped(lambda leaf: leaf[~is_test], inputs))
+    y = as_targets(targets)
+    return Dataset(
+        name=name,
+        inputs=inputs,
+        targets=y,
+        classes=tuple(class_names(y) if options.get("classes") is None else options["classes"]),
+        is_test=is_test,
+        domain=None if options.get("domain") is None else torch.as_tensor(options["domain"]).to(torch.int64),
+        domains=tuple(options.get("domains", ())),
+        mean=as_statistics(options["mean"]),
+        std=as_statistics(options["std"]),
+    )
 
 
 def _check_finite(name: str, label: str, tensor: Tensor) -> None:
@@ -379,7 +455,9 @@ def _check_finite(name: str, label: str, tensor: Tensor) -> None:
         return
     if bool(torch.stack(torch.aminmax(tensor)).isfinite().all()):  # one pass without a copy; NaN goes through
         return
-    bad = torch.cat([(~part.flatten(1).isfinite()).any(1) for part in tensor.split(4096)]).nonzero().flatten()
+    bad = (
+        torch.cat([(~part.reshape(len(part), -1).isfinite()).any(1) for part in tensor.split(4096)]).nonzero().flatten()
+    )
     raise ValueError(
         f"{name!r} has NaN or infinity in the {label} of {len(bad)} of {len(tensor)} samples, the first is sample "
         f"{int(bad[0])}; leave these samples out or give them numbers"
@@ -391,43 +469,3 @@ def _check_numbers(label: str, numbers: Tensor, count: int, what: str) -> None:
         raise ValueError(f"{label} is {numbers.dtype} {tuple(numbers.shape)}; int64 [samples] is accepted")
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
         raise ValueError(f"{label} ranges from {int(numbers.min())} to {int(numbers.max())} for {count} {what}")
-
-
-def _images_of(inputs: Tensor, shape: Sequence[int]) -> Tensor:
-    """Images [n, channels, height, width] of another shape, in their own type."""
-    parts = []
-    for part in inputs.split(4096):  # a floating-point copy of all images would be large
-        x = part.float()
-        if x.shape[1] != shape[0]:
-            x = x.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
-        if x.shape[2:] != tuple(shape[1:]):
-            size = (shape[1], shape[2])
-            x = torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
-        parts.append(x.round().clamp(0, 255).to(torch.uint8) if inputs.dtype == torch.uint8 else x.to(inputs.dtype))
-    return torch.cat(parts)
-
-
-def _as_tensor(sample: Any) -> Tensor:
-    if isinstance(sample, Tensor):
-        return sample
-    array = np.asarray(sample)
-    if array.dtype == np.uint8 and array.ndim in (2, 3) and not isinstance(sample, np.ndarray):
-        # A PIL image: height, width and, for colour, channels last.
-        array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
-    return torch.from_numpy(np.array(array, order="C"))
-
-
-def _stack(items: Iterable[Any] | Sized) -> tuple[Tensor, Tensor]:
-    if not len(items):  # type: ignore[arg-type]
-        raise ValueError("the torch dataset is empty")
-    samples, targets = [], []
-    for i in range(len(items)):  # type: ignore[arg-type]
-        sample, target = items[i]  # type: ignore[index]
-        samples.append(_as_tensor(sample))
-        targets.append(torch.as_tensor(target))
-        if samples[i].shape != samples[0].shape or samples[i].dtype != samples[0].dtype:
-            raise ValueError(
-                f"sample {i} is {samples[i].dtype} {tuple(samples[i].shape)}, sample 0 "
-                f"{samples[0].dtype} {tuple(samples[0].shape)}; samples of one shape and dtype are accepted"
-            )
-    return torch.stack(samples), torch.stack(targets)

@@ -96,12 +96,13 @@ class Partition:
     def counts(self, dataset: Dataset, part: str = "train") -> Tensor:
         """How many samples of each class every client has in one part (or in ``"all"``): int64 [clients, classes].
 
-        For multi-label data: how many samples with each label.
+        For multi-label data: how many samples with each label. Where samples have no classes, but numbers to predict or
+        a class for each pixel or token: how many of each domain; where there are no domains either, how many.
         """
         if part not in (*PARTS, "all"):
             raise ValueError(f"part is {part!r}; {', '.join(PARTS)} or all is accepted")
-        targets = dataset.targets.cpu()
-        table = torch.zeros(self.clients, len(dataset.classes), dtype=torch.int64)
+        targets, names = _categories(dataset)
+        table = torch.zeros(self.clients, len(names), dtype=torch.int64)
         for name in PARTS if part == "all" else (part,):
             sets = getattr(self, name)
             client = torch.repeat_interleave(torch.tensor([len(indices) for indices in sets]))
@@ -113,13 +114,13 @@ class Partition:
         return table
 
     def table(self, dataset: Dataset, limit: int = 100) -> str:
-        """A Markdown table: samples of each client by part, and its training samples by class.
+        """A Markdown table: samples of each client by part, and its training samples as :meth:`counts` has them.
 
         Beyond 20 classes the number of classes stands for the columns; beyond ``limit`` clients the rest is summed up.
         """
-        counts = self.counts(dataset)
-        wide = len(dataset.classes) <= 20
-        header = ["client", *PARTS, *(dataset.classes if wide else ["classes"])]
+        counts, names = self.counts(dataset), _categories(dataset)[1]
+        wide = len(names) <= 20
+        header = ["client", *PARTS, *(names if wide else ["classes" if names == dataset.classes else "domains"])]
         rows = []
         for client in range(min(self.clients, limit)):
             sizes = [len(getattr(self, part)[client]) for part in PARTS]
@@ -134,15 +135,22 @@ class Partition:
             lines.append(f"\n{self.clients - limit} more clients are only counted in the last row.")
         return "\n".join(lines)
 
-    def draw(self, dataset: Dataset, path: str | os.PathLike[str]) -> Path:
-        """Write a picture of it; see :func:`pfl_ext.data.picture.draw_partition`. Needs matplotlib."""
+    def draw(self, dataset: Dataset, path: str | os.PathLike[str], note: str = "") -> Path:
+        """Write a picture of it; see :func:`pfl_ext.data.picture.draw_partition`. Needs matplotlib.
+
+        Args:
+            dataset: whose samples it cuts.
+            path: the file; its ending is the format.
+            note: what the title says of it beside how it was made.
+        """
         from .picture import draw_partition
 
         how = self.description
         title = [f"{dataset.name}: {how.get('partitioner', 'partition')}"]
         title += [f"{key} = {how[key]:g}" for key in ("alpha", "k", "sigma") if key in how]
+        title += [note] if note else []
         parts = {part: [len(indices) for indices in getattr(self, part)] for part in PARTS}
-        return draw_partition(", ".join(title), parts, self.counts(dataset), dataset.classes, path)
+        return draw_partition(", ".join(title), parts, self.counts(dataset), _categories(dataset)[1], path)
 
     # ---- on disk ------------------------------------------------------------------------------------------------
 
@@ -199,6 +207,15 @@ class Partition:
         except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
             raise ValueError(f"{path} is not a partition, or damaged: {error}") from error
         return partition
+
+
+def _categories(dataset: Dataset) -> tuple[Tensor, tuple[str, ...]]:
+    """What samples are counted by, of each of them, and its names."""
+    if dataset.one_class or dataset.multilabel:
+        return dataset.targets.cpu(), dataset.classes
+    if dataset.domain is not None:
+        return dataset.domain.cpu(), dataset.domains
+    return torch.zeros(len(dataset), dtype=torch.int64), ("samples",)
 
 
 def _flat(partition: Partition) -> dict[str, Tensor]:

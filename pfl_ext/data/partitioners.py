@@ -272,7 +272,8 @@ def by_domain(
     their partition. Domains without a training sample are left out then.
     """
     if dataset.domain is None:
-        raise ValueError(f"{dataset.name!r} has no domains; use another partitioner")
+        others = "dirichlet or iid" if dataset.one_class else "iid"
+        raise ValueError(f"{dataset.name!r} has no domains; use another partitioner, such as {others}")
     domains = len(dataset.domains)
     if clients is None:
         holders = dataset.domain[~dataset.is_test].unique().tolist()
@@ -312,7 +313,10 @@ def dirichlet_meta(
     Each combination of labels is a category; those with fewer than ``group_below`` training samples are one together.
     """
     if not dataset.multilabel:
-        raise ValueError(f"{dataset.name!r} has one label for each sample; use dirichlet")
+        has, other = (
+            ("one label for each sample", "dirichlet") if dataset.one_class else ("no labels", "iid or by_domain")
+        )
+        raise ValueError(f"dirichlet_meta is for samples of several labels, {dataset.name!r} has {has}; use {other}")
     combination = (dataset.targets.cpu() > 0).to(torch.uint8).unique(dim=0, return_inverse=True)[1]
     frequency = torch.bincount(combination[~dataset.is_test.cpu()], minlength=int(combination.max()) + 1)
     rare = frequency < group_below
@@ -332,12 +336,19 @@ def _positive(clients: int) -> int:
 
 
 def _classes_of(dataset: Dataset, partitioner: str) -> Tensor:
+    if dataset.one_class:
+        return dataset.targets
+    others = ["iid"] if dataset.domain is None else ["by_domain", "iid"]
     if dataset.multilabel:
-        raise ValueError(
-            f"{partitioner} shares classes, and the samples of {dataset.name!r} have several labels; "
-            "use dirichlet_meta, iid or by_domain"
-        )
-    return dataset.targets
+        have, others = "have several labels", ["dirichlet_meta", *others]
+    elif dataset.classes:
+        have = f"have a class for each of {list(dataset.targets.shape[1:])}"
+    else:
+        have = "have numbers to predict"
+    raise ValueError(
+        f"{partitioner} shares classes, and the samples of {dataset.name!r} {have}; use {' or '.join(others)}"
+        + ("" if dataset.domain is not None else ", or give the samples domains and use by_domain")
+    )
 
 
 def _dirichlet(

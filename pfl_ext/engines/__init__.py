@@ -1,8 +1,24 @@
-"""Where clients' turns run: in this process, or side by side in worker processes."""
+"""Where clients' turns run: in this process, side by side in worker processes, on streams of a GPU, or on ranks."""
 
 from pfl_ext.federation import InProcess
 
 from .choice import EngineOptions, make_engine
-from .workers import Workers
+from .ranks import LostRank, restarted
+from .streams import Streams
+from .torchrun import Torchrun, begun_before_restart, lead, note_begun
+from .workers import Workers, leave_if_imported_by_a_worker
 
-__all__ = ["EngineOptions", "InProcess", "Workers", "make_engine"]
+__all__ = [
+    "EngineOptions",
+    "InProcess",
+    "LostRank",
+    "Streams",
+    "Torchrun",
+    "Workers",
+    "begun_before_restart",
+    "lead",
+    "leave_if_imported_by_a_worker",
+    "make_engine",
+    "note_begun",
+    "restarted",
+]

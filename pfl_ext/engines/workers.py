@@ -7,6 +7,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,15 +22,24 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset
+from pfl_ext.data.nests import filled, leaves, mapped
 from pfl_ext.federation import ClientRuntime, ClientStore, Plan, Reply, Request
 from pfl_ext.federation.engine import in_files, store_folder
 from pfl_ext.federation.mapped import LARGE, MappedTensor, opened, scratch_folder
 from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.uploads import Here
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "leave_if_imported_by_a_worker"]
 
+_UNGUARDED = 78  # the exit status of a worker that would run the script which starts it
 _MESSAGES = 8  # for each worker in a round at least: fewer would leave some of them without work at its end
+
+
+def leave_if_imported_by_a_worker() -> None:
+    """End this process if it is a worker that imports the script which starts it, and so would do all of it again."""
+    # What the standard library itself asks before it starts a process (multiprocessing.spawn).
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(_UNGUARDED)
 
 
 # ---- what both sides share -------------------------------------------------------------------------------------------
@@ -50,15 +60,19 @@ class _PortableDataset:
             large = isinstance(value, Tensor) and value.nbytes >= LARGE
             return MappedTensor.copy(value, folder / f"{label}-{name}") if large else value
 
-        given = [field.name for field in dataclasses.fields(dataset) if field.init]
-        return cls(type(dataset), {name: file_of(getattr(dataset, name), name) for name in given})
+        given = {field.name: getattr(dataset, field.name) for field in dataclasses.fields(dataset) if field.init}
+        inputs = [file_of(leaf, f"inputs-{i}") for i, leaf in enumerate(leaves(dataset.inputs))]
+        others = {name: file_of(value, name) for name, value in given.items() if name != "inputs"}
+        return cls(type(dataset), {"inputs": filled(dataset.inputs, inputs), **others})
 
     def open(self) -> Dataset:
         """The dataset, its large tensors mapped."""
-        fields: dict[str, Any] = {
-            name: value.open() if isinstance(value, MappedTensor) else value for name, value in self.fields.items()
-        }
-        return self.kind(**fields)
+
+        def opened(value: Any) -> Any:
+            return value.open() if isinstance(value, MappedTensor) else value
+
+        fields = {name: opened(value) for name, value in self.fields.items() if name != "inputs"}
+        return self.kind(inputs=mapped(opened, self.fields["inputs"]), **fields)
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,8 @@ class _Slots:
     def write(self, name: str, tensor: Tensor) -> MappedTensor:
         """Put a tensor into the slot of that name."""
         kind = "-".join(map(str, (*tensor.shape, tensor.dtype)))
-        file = MappedTensor(self._folder / f"{name}-{kind}", tuple(tensor.shape), tensor.dtype)
+        label = name.replace("/", "-")  # a vector may be called model/0
+        file = MappedTensor(self._folder / f"{label}-{kind}", tuple(tensor.shape), tensor.dtype)
         if file.path not in self._open:
             MappedTensor.create(file.path, file.shape, file.dtype)
         self.read(file).copy_(tensor)
@@ -213,6 +228,7 @@ class Workers(Here):
 
     def __init__(self, workers: int) -> None:
         """See the class."""
+        leave_if_imported_by_a_worker()
         self.workers = workers
         self._pool: ProcessPoolExecutor | None = None
         self._processes: list[int] = []
@@ -225,7 +241,7 @@ class Workers(Here):
         kept = plan.kept(model)
         own = model.size * model.state().element_size()
         sets = [plan.dataset, *(data for parts in plan.tests.values() for data, _ in parts)]
-        size = sum(data.inputs.nbytes + data.targets.nbytes for data in {id(data): data for data in sets}.values())
+        size = sum(data.nbytes for data in {id(data): data for data in sets}.values())
         size += sum(vector.nbytes for vector in kept.values()) * len(plan.rows)
         # Everybody's upload may be there at once, of a model or two.
         self._folder = scratch_folder(self, size + 2 * own * (1 + len(plan.rows)))
@@ -263,10 +279,20 @@ class Workers(Here):
         portable = _PortablePlan.of(self._plan, self._folder)
         arguments = (portable, self.store, server, self._folder, context.Barrier(self.workers))
         self._pool = ProcessPoolExecutor(self.workers, context, initializer=_begin, initargs=arguments)
+        answers = self._pool.map(_ready, range(self.workers))
+        started = multiprocessing.active_children()
         try:
             # Waited for here, so that it is not counted as part of the first round.
-            self._processes = list(self._pool.map(_ready, range(self.workers)))
+            self._processes = list(answers)
         except BrokenProcessPool:
+            for process in started:
+                process.join(1)
+            if any(process.exitcode == _UNGUARDED for process in started):
+                self.close()
+                raise RuntimeError(
+                    f"workers is {self.workers}, and each of them begins with an import of the script: put what the "
+                    "script does below `if __name__ == '__main__':`, or use workers=1"
+                ) from None
             self._lost("while they started")
 
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:

@@ -1,25 +1,28 @@
 """The federation: what a method is, what a client and the server see, the round loop, checkpoints."""
 
+from pfl_ext.options import Options, option
+
 from .checkpoint import DamagedCheckpoint, ForeignCheckpoint
-from .client import Batch, Client, classification_loss
+from .client import Batch, Client
 from .clock import PROTOCOLS, Clock, Device, Span, Timeline, clock_of
 from .engine import Engine, InProcess
 from .evaluation import ClientResult
+from .features import Features
 from .federation import Federation, Record
 from .interruption import Interrupted
 from .messages import Diverged, Reply, Request, Stage, Work
-from .method import Method
+from .method import Method, Models, Predictor
 from .model import Part, WorkingModel
-from .options import Options, option
 from .plan import Plan
 from .rounds import selected_clients
-from .runtime import ClientRuntime, threads
+from .runtime import ClientRuntime, state_of, threads
 from .server import Server
 from .settings import Settings
-from .steps import Steps, fine_tune, local_length, mean_loss, sam
+from .side_module import SideModule
+from .steps import Loss, Steps, fine_tune, local_length, mean_loss, sam
 from .store import ClientStore
 from .streams import seed_of, stream
-from .uploads import Here, Uploads
+from .uploads import Here, Uploads, outputs_of
 
 __all__ = [
     "PROTOCOLS",
@@ -33,20 +36,25 @@ __all__ = [
     "Device",
     "Diverged",
     "Engine",
+    "Features",
     "Federation",
     "ForeignCheckpoint",
     "Here",
     "InProcess",
     "Interrupted",
+    "Loss",
     "Method",
+    "Models",
     "Options",
     "Part",
     "Plan",
+    "Predictor",
     "Record",
     "Reply",
     "Request",
     "Server",
     "Settings",
+    "SideModule",
     "Span",
     "Stage",
     "Steps",
@@ -54,15 +62,16 @@ __all__ = [
     "Uploads",
     "Work",
     "WorkingModel",
-    "classification_loss",
     "clock_of",
     "fine_tune",
     "local_length",
     "mean_loss",
     "option",
+    "outputs_of",
     "sam",
     "seed_of",
     "selected_clients",
+    "state_of",
     "stream",
     "threads",
 ]

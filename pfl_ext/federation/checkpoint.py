@@ -1,4 +1,8 @@
-"""The whole state of a run in one safetensors file: tensors, and JSON in its header. No code, nothing unpickled."""
+"""The whole state of a run in a safetensors file: tensors, and JSON in its header. No code, nothing unpickled.
+
+Where clients are in several places, each writes what its clients keep into a shard, a file beside it. The checkpoint
+names its shards and their digests, and is written last: until it is there, they count for nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,15 @@ from torch import Tensor
 
 import pfl_ext
 
-__all__ = ["Checkpoints", "DamagedCheckpoint", "ForeignCheckpoint", "digest", "load", "newest", "save"]
+from .store import merged
 
-_FORMAT = "pfl_ext checkpoint 2"
+__all__ = ["Checkpoints", "DamagedCheckpoint", "ForeignCheckpoint", "digest", "load", "newest", "save", "write_shard"]
+
+_FORMAT = "pfl_ext checkpoint 3"
 _LATE = 60.0  # seconds after which a checkpoint is due however few rounds there were
 _NAME = re.compile(r"checkpoint-(\d{8})\.safetensors")
+_SHARD = re.compile(r"(checkpoint-\d{8})\.clients-\d+-of-\d+\.safetensors")
+_SHARDS = "shards"
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -60,6 +68,7 @@ def save(
     identity: Mapping[str, Any],
     state: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
+    shards: Sequence[Path] = (),
     good: Callable[[Path], bool] = _good,
 ) -> Path:
     """Write a checkpoint, and remove the others but one that is good.
@@ -72,32 +81,26 @@ def save(
         identity: what a run that wants to go on from here must have in common with this one.
         state: everything else that is not a tensor; both as JSON has it.
         tensors: by name.
+        shards: files of :func:`write_shard` in the same folder that belong to it.
         good: whether a checkpoint is, of those that were there before.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    content = json.dumps(
-        {
-            "versions": _versions(),
-            "identity": identity,
-            "state": state,
-            "tensors": {name: _described(tensor) for name, tensor in plain.items()},
-        }
-    )
-    metadata = {
-        "format": _FORMAT,
-        "content": content,
-        "digest": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+    path = folder / f"{_stem(step)}.safetensors"
+    absent = [shard for shard in shards if not shard.is_file()]
+    if absent:
+        raise OSError(
+            f"{absent[0]} is not there, though another process has written it: all machines must see the folder under "
+            "one path. Name one on a file system that they share by --output"
+        )
+    content = {
+        "versions": _versions(),
+        "identity": identity,
+        "state": state,
+        _SHARDS: {shard.name: _seal(_metadata(shard)) for shard in shards},
     }
-    path = folder / f"checkpoint-{step:08d}.safetensors"
-    temporary = path.with_suffix(".partial")
     try:
-        save_file(plain, temporary, metadata)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        _write(path, content, tensors)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(
             f"the checkpoint {path} could not be written ({error}); the earlier ones are as they were. "
             "Make room or give the folder back its permissions, then go on with --resume"
@@ -108,7 +111,65 @@ def save(
         # A damaged one that is newer stays until the run has passed it: it may be that it could not be read just now.
         if second is not None and old < second:
             old.unlink(missing_ok=True)
+    _remove_shards(folder)
     return path
+
+
+def _stem(step: int) -> str:
+    return f"checkpoint-{step:08d}"
+
+
+def _write(path: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """A file of tensors with a header, their digests in it; it appears when it is complete and on the disk."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps({**content, "tensors": {name: _described(tensor) for name, tensor in plain.items()}})
+    metadata = {
+        "format": _FORMAT,
+        "content": text,
+        "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+    }
+    temporary = path.with_suffix(".partial")
+    try:
+        save_file(plain, temporary, metadata)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError):
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_shard(stem: Path, number: int, count: int, tensors: Mapping[str, Tensor]) -> Path:
+    """Write what the clients of one place of ``count`` keep; the checkpoint of that stem names it afterwards."""
+    path = stem.with_name(f"{stem.name}.clients-{number}-of-{count}.safetensors")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(path, {}, tensors)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path}, a part of a checkpoint, could not be written ({error}); the earlier ones are as they were. "
+            "Make room or give the folder back its permissions, then go on with --resume"
+        ) from error
+    return path
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def _seal(metadata: Mapping[str, str]) -> str:
+    """What tells a file's header, and with it everything in the file, from others."""
+    return metadata.get("digest", "")
+
+
+def _remove_shards(folder: Path) -> None:
+    """Remove shards that no checkpoint has, or has had when its writer was killed."""
+    there = {path.stem for path in _all(folder)}
+    for path in folder.iterdir():
+        found = _SHARD.fullmatch(path.name)
+        if found is not None and found[1] not in there:
+            path.unlink(missing_ok=True)
 
 
 def _versions() -> dict[str, str]:
@@ -135,7 +196,29 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """What the header says, and the tensors."""
+    """What the header says, and the tensors, those of the shards among them."""
+    content, tensors, _ = _read_file(path)
+    parts = ("versions", "identity", "state", _SHARDS)
+    if not all(isinstance(content.get(part), dict) for part in parts):
+        raise DamagedCheckpoint(f"{path}: its header does not have {', '.join(parts)}")
+    found = []
+    for name, seal in content[_SHARDS].items():
+        shard = path.parent / name
+        if _SHARD.fullmatch(name) is None:  # nothing outside the folder is read
+            raise DamagedCheckpoint(f"{path}: {name!r} is no name of a part of it")
+        _, rows, theirs = _read_file(shard)
+        if theirs != seal:
+            raise DamagedCheckpoint(f"{shard} is not the part that {path.name} was written with")
+        found.append(rows)
+    if found:
+        if any(rows.keys() != found[0].keys() for rows in found):
+            raise DamagedCheckpoint(f"{path}: its parts do not have the same vectors")
+        tensors |= {f"clients/{name}": tensor for name, tensor in merged(found).items()}
+    return content, tensors
+
+
+def _read_file(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor], str]:
+    """Header, tensors and seal of one file, checked."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -152,21 +235,20 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
             )
         raise DamagedCheckpoint(f"{path} is not a checkpoint of this library (its format: {theirs})")
     text = metadata.get("content", "")
-    if hashlib.blake2b(text.encode(), digest_size=16).hexdigest() != metadata.get("digest"):
+    if hashlib.blake2b(text.encode(), digest_size=16).hexdigest() != _seal(metadata):
         raise DamagedCheckpoint(f"{path}: its header is damaged")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path}: its header is not JSON ({error})") from None
-    parts = ("versions", "identity", "state", "tensors")
-    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in parts):
-        raise DamagedCheckpoint(f"{path}: its header does not have {', '.join(parts)}")
+    if not isinstance(content, dict) or not isinstance(content.get("tensors"), dict):
+        raise DamagedCheckpoint(f"{path}: its header does not have tensors")
     known = content["tensors"]
     wrong = [name for name in known.keys() | tensors.keys() if name not in known or name not in tensors]
     wrong = wrong or [name for name, tensor in tensors.items() if _described(tensor) != known[name]]
     if wrong:
         raise DamagedCheckpoint(f"{path}: {', '.join(sorted(wrong)[:3])} is damaged")
-    return content, tensors
+    return content, tensors, _seal(metadata)
 
 
 def newest(folder: Path, identity: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
@@ -183,8 +265,10 @@ def newest(folder: Path, identity: Mapping[str, Any]) -> tuple[dict[str, Any], d
     return None if found is None else found[1:]
 
 
-def _newest(folder: Path, identity: Mapping[str, Any]) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
-    paths = _all(folder)
+def _newest(
+    folder: Path, identity: Mapping[str, Any], only: Path | None = None
+) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
+    paths = _all(folder) if only is None else [only]
     for path in paths:
         try:
             content, tensors = _read(path)
@@ -198,7 +282,9 @@ def _newest(folder: Path, identity: Mapping[str, Any]) -> tuple[Path, dict[str, 
         if differing:
             raise ForeignCheckpoint(
                 f"{path} is of another run; they differ in "
-                + "; ".join(f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} here" for key in differing[:4])
+                + "; ".join(
+                    f"{key}: {_short(theirs.get(key))} there, {_short(ours.get(key))} here" for key in differing
+                )
                 + ". Use the options of that run, or another output folder"
             )
         for name, ours_is in _versions().items():
@@ -215,6 +301,10 @@ def _newest(folder: Path, identity: Mapping[str, Any]) -> tuple[Path, dict[str, 
     return None
 
 
+def _short(value: Any) -> str:
+    return text if len(text := repr(value)) <= 60 else f"{text[:50]}..."
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -227,7 +317,7 @@ class Checkpoints:
         """See the class."""
         self.folder, self.identity = folder, identity
         self._saved_at = time.monotonic()
-        self._known: dict[Path, tuple[int, int]] = {}  # what this process has written or found good, as it was then
+        self._known: dict[Path, tuple[int, ...]] = {}  # what this process has written or found good, as it was then
 
     def begin(self) -> None:
         """Make the folder, for a run that begins anew.
@@ -246,14 +336,20 @@ class Checkpoints:
         """Whether the last one is more than a minute ago."""
         return time.monotonic() - self._saved_at > _LATE
 
-    def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def stem(self, step: int) -> Path:
+        """What the names of a checkpoint's files begin with."""
+        return self.folder / _stem(step)
+
+    def save(
+        self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], shards: Sequence[Path] = ()
+    ) -> None:
         """Write one; see :func:`save`."""
-        self._remember(save(self.folder, step, self.identity, state, tensors, self._is_good))
+        self._remember(save(self.folder, step, self.identity, state, tensors, shards, self._is_good))
         self._saved_at = time.monotonic()
 
-    def newest(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """State and tensors of the newest good one; see :func:`newest`."""
-        found = _newest(self.folder, self.identity)
+    def newest(self, only: Path | None = None) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """State and tensors of the newest good one, or of that one; see :func:`newest`."""
+        found = _newest(self.folder, self.identity, only)
         if found is None:
             return None
         self._remember(found[0])
@@ -271,7 +367,7 @@ class Checkpoints:
         return True
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """What tells whether a file was written to since."""
-    about = path.stat()
-    return about.st_mtime_ns, about.st_size
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What tells whether a checkpoint's files were written to since."""
+    every = [path, *sorted(path.parent.glob(f"{path.stem}.clients-*"))]
+    return tuple(number for file in every for number in (file.stat().st_mtime_ns, file.stat().st_size))

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from pfl_ext.data import AUGMENTATIONS, Dataset
+from pfl_ext.data import AUGMENTATIONS, Dataset, Inputs
+from pfl_ext.data.nests import split
+from pfl_ext.data.placement import placed
+from pfl_ext.tasks import Task
 
+from .features import Features
 from .messages import Stage
 from .model import WorkingModel
-from .privacy import sampling
+from .privacy import sampling, secure_uniform
 from .settings import Privacy, Settings
 from .store import ClientStore
 from .streams import stream
 
-__all__ = ["Batch", "Client", "Rows", "classification_loss", "logits_of"]
+__all__ = ["Batch", "Client", "Rows", "current_outputs"]
 
 _EVALUATION_BATCH = 128  # samples a forward pass takes when nothing is trained; fixed, as the last bits depend on it
 _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches of ten take longer to fetch than to copy
 
 
-def _split(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Parts of so many rows each. A split into one part, which small clients ask for, takes 5 us."""
-    return (rows,) if len(rows) <= size else rows.split(size)
+def _split(rows: Any, size: int, count: int) -> Sequence[Any]:
+    """Parts of so many of the ``count`` rows each. A split into one part, which small clients ask for, takes 5 us."""
+    if count <= size:
+        return (rows,)
+    return rows.split(size) if isinstance(rows, Tensor) else split(rows, size)
 
 
 class Batch(NamedTuple):
     """A mini-batch of a client's training data."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     rows: Tensor
     """Where the samples stand in ``client.train``, for what is kept for each of them (a teacher's logits)."""
@@ -46,11 +51,8 @@ class Rows(NamedTuple):
     test: Tensor
 
 
-def classification_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy; for multi-label targets [n, labels] the mean binary one."""
-    if targets.dim() == 2:
-        return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype))
-    return F.cross_entropy(logits, targets)
+Reduce: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What is kept of a batch's outputs and targets: :meth:`~pfl_ext.tasks.Task.reduce`."""
 
 
 class Client:
@@ -63,10 +65,13 @@ class Client:
         index: the client's number.
         round: the round, from 1.
         stage: what the turn is for, the stage of its request; ``"personal"`` also beside the upload of ``"train"``.
+        task: what is learned: ``client.task.loss(outputs, targets)``.
         model: the working model. It holds whatever the last client left: load a state first.
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
         privacy: the options of differential privacy, None without.
+        graphs: whether local steps are recorded as CUDA graphs.
+        fused_steps: whether whole steps may be taken in one native call.
         trained: how many samples :meth:`batches` has given for what is sent, and for the client's own model.
         trained_parameters: how many parameters were trained, each as often as there are models of it.
     """
@@ -76,6 +81,7 @@ class Client:
         index: int,
         round: int,
         stage: Stage,
+        task: Task,
         model: WorkingModel,
         dataset: Dataset,
         rows: Rows,
@@ -83,15 +89,26 @@ class Client:
         settings: Settings,
     ) -> None:
         """Made by the runtime."""
-        self.index, self.round, self.stage, self.model = index, round, stage, model
+        self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
         self.train, self.validation, self.test = rows
         self.privacy: Privacy | None = settings.privacy
+        self.graphs: bool = settings.graphs
         self.report: dict[str, float] = {}
         self.trained, self.trained_personally, self.trained_parameters = 0, 0, 0
+        self.fused_steps: bool = settings.fused_steps
         self._dataset, self._store, self._settings = dataset, store, settings
         self._most_steps: int | None = None
         self._most_samples: int | None = None
         self._set: dict[str, Tensor] = {}
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run has."""
+        return self._settings.rounds
+
+    def steps_of(self, batch_size: int, *, epochs: int = 1, steps: int | None = None) -> int:
+        """How many batches :meth:`batches` gives, but for what it leaves out."""
+        return epochs * -(-self.samples // batch_size) if steps is None else steps
 
     @property
     def samples(self) -> int:
@@ -120,8 +137,8 @@ class Client:
 
     def label_counts(self) -> Tensor:
         """How many training samples the client has of each class."""
-        if self._dataset.multilabel:
-            raise ValueError(f"{self._dataset.name} has several labels a sample; one class each is accepted here")
+        if not self._dataset.one_class:
+            raise ValueError(f"the samples of {self._dataset.name} have not one class each, which is needed here")
         return torch.bincount(self._dataset.targets[self.train], minlength=len(self._dataset.classes))
 
     def stream(self, name: str) -> torch.Generator:
@@ -181,9 +198,11 @@ class Client:
             ahead = max(1, _FETCHED_AHEAD // batch_size)
             if steps is not None and not until_arrival:
                 ahead = min(ahead, steps - taken)
-            for fetched in _split(torch.randperm(self.samples, generator=order), ahead * batch_size):
-                several = (fetched, *self._dataset.batch(self.train[fetched]))
-                for rows, inputs, targets in zip(*(_split(part, batch_size) for part in several), strict=True):
+            # Drawn on the host, so that batches are the same on every device, and brought there once a pass.
+            shuffled = placed(torch.randperm(self.samples, generator=order), self.train.device)
+            for fetched in _split(shuffled, ahead * batch_size, self.samples):
+                several, count = (fetched, *self._dataset.batch(self.train[fetched])), len(fetched)
+                for rows, inputs, targets in zip(*(_split(part, batch_size, count) for part in several), strict=True):
                     if skip_single and len(rows) == 1 and batch_size > 1:
                         continue
                     if drop_last and len(rows) < min(batch_size, self.samples):
@@ -205,42 +224,63 @@ class Client:
         order, augmented = self.stream(name), self._augmentation(name)
         rate, batches = sampling(self.samples, batch_size)
         for _ in range(epochs * batches if steps is None else steps):
-            rows = (torch.rand(self.samples, generator=order) < rate).nonzero().flatten()
+            secure = self.privacy is not None and self.privacy.dp_secure
+            drawn = 1 - secure_uniform(self.samples) if secure else torch.rand(self.samples, generator=order)
+            rows = placed((drawn < rate).nonzero().flatten(), self.train.device)
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
             yield Batch(augmented(inputs), targets, rows)
 
-    def _augmentation(self, name: str) -> Callable[[Tensor], Tensor]:
+    def _augmentation(self, name: str) -> Callable[[Any], Any]:
         """What becomes of a batch's inputs, by a stream of its own."""
         if self._settings.augmentation == "none":
             return lambda inputs: inputs
         augment, random = AUGMENTATIONS[self._settings.augmentation], self.stream(f"{name}/augmentation")
         return lambda inputs: augment(inputs, random)
 
-    def logits(self, indices: Tensor, dataset: Dataset | None = None) -> tuple[Tensor, Tensor]:
-        """Logits and targets of these samples by the working model as it is, in evaluation mode.
+    def outputs(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (logits, say) and targets of these samples by the working model as it is, in evaluation mode."""
+        return current_outputs(self.model, self._dataset, indices)
 
-        The samples are the run's, or those of another dataset.
-        """
-        return logits_of(self.model, self._dataset if dataset is None else dataset, indices)
+    def features(self, indices: Tensor, head: str = "") -> tuple[Tensor, Tensor]:
+        """What enters the head of the working model as it is, in evaluation mode, for these samples; and targets."""
+        with Features(self.model, head) as features:
+            return current_outputs(self.model, self._dataset, indices, predict=features)
+
+    def metrics(self, indices: Tensor) -> dict[str, float]:
+        """The task's metrics of the working model on these samples."""
+        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
         if len(indices) == 0:
             return float("nan")
-        return float(classification_loss(*self.logits(indices)))
+        return float(self.task.loss(*self.outputs(indices)))
 
 
 @torch.no_grad()
-def logits_of(model: WorkingModel, dataset: Dataset, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and targets of these samples by a model as it is, in evaluation mode."""
+def current_outputs(
+    model: WorkingModel,
+    dataset: Dataset,
+    indices: Tensor,
+    reduce: Reduce = lambda *both: both,
+    predict: Callable[[Inputs], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of samples by a model as it is, in evaluation mode, or what ``reduce`` makes of them.
+
+    ``predict`` makes the outputs in place of the model.
+    """
+    predict = model if predict is None else predict
     training = model.module.training
-    model.module.eval()
+    if training:
+        model.module.eval()
     parts, targets = [], []
     for part in indices.split(_EVALUATION_BATCH):
         x, y = dataset.batch(part)
-        parts.append(model(x))
+        found, y = reduce(predict(x), y)
+        parts.append(found)
         targets.append(y)
-    model.module.train(training)
+    if training:
+        model.module.train()
     return torch.cat(parts), torch.cat(targets)

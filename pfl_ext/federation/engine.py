@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pfl_ext.data.placement import placed
+
 from .mapped import LARGE, MappedTensor, scratch_folder
 from .messages import Reply, Request, Vector
 from .plan import Plan
@@ -40,6 +42,12 @@ class Engine(VectorAccess, Protocol):
     def state(self) -> dict[str, Tensor]:
         """What clients keep, to save it: as :meth:`ClientStore.tensors` gives it."""
 
+    def save(self, stem: Path) -> list[Path]:
+        """Write what clients keep into files, each where clients are (:func:`.checkpoint.write_shard`); which they are.
+
+        None, as of most engines: whoever saves asks :meth:`state`.
+        """
+
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Set it to what :meth:`state` gave, of this engine or of any other."""
 
@@ -55,6 +63,7 @@ class InProcess(Here):
         mapped = plan.settings.store == "mapped"
         self._threads = plan.settings.threads
         model = plan.working_model()
+        self._device = model.device
         folder = store_folder(self, plan) if mapped else None
         self.store = ClientStore(len(plan.rows), plan.kept(model), folder)
         # With all clients selected uploads are as large as what is kept: in files too.
@@ -63,6 +72,10 @@ class InProcess(Here):
 
     def _deliver(self, request: Request, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
         return vectors if self._uploads is None else in_files(vectors, self._uploads, request, kind)
+
+    def fetch(self, vector: Vector) -> Tensor:
+        """The vector, on the run's device: uploads may wait in the host's memory."""
+        return placed(super().fetch(vector), self._device)
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Let the runtime see them."""
@@ -102,7 +115,7 @@ def in_files(
 ) -> Mapping[str, Vector]:
     """Vectors with those of at least ``large`` bytes in files of their own."""
     return {
-        name: MappedTensor.copy(vector, folder / f"{kind}-{name}-{request.client}-{request.round}")
+        name: MappedTensor.copy(vector, folder / f"{kind}-{name.replace('/', '-')}-{request.client}-{request.round}")
         if vector.nbytes >= large
         else vector
         for name, vector in vectors.items()

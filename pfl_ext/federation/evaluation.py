@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.metrics import classification_metrics, mean_metrics, summarize
+from pfl_ext.metrics import mean_metrics, summarize
+from pfl_ext.tasks import Task
 
 from .engine import Engine
 from .messages import Diverged, Reply, Request, SharedTest
 from .rounds import diverged
 from .settings import Settings
 
-__all__ = ["SPLITS", "ClientResult", "Evaluator"]
+__all__ = ["GLOBAL_TEST_PART", "SPLITS", "ClientResult", "Evaluator"]
 
 SPLITS = ("train", "validation", "test")
 """The parts of a client's data."""
-_GLOBAL_TEST_PART = 2048  # samples of the global test set in one request
+GLOBAL_TEST_PART = 2048
+"""Samples of the global test set in one request."""
 
 Models = dict[str, dict[str, dict[str, Any]]]
 """{model: {split: {metric: summary over clients}}}"""
@@ -56,7 +58,7 @@ class Evaluator:
 
     Args:
         engine: runs the clients.
-        settings, partition: the run's.
+        task, settings, partition: the run's.
         tests: the test sets that belong to no client, as in the run's plan.
         has_global_model: whether there is a global model.
     """
@@ -64,23 +66,43 @@ class Evaluator:
     def __init__(
         self,
         engine: Engine,
+        task: Task,
         settings: Settings,
         partition: Partition,
         tests: Mapping[str, Sequence[tuple[Dataset, Tensor]]],
         has_global_model: bool,
     ) -> None:
         """See the class."""
-        self.engine, self.settings, self.tests = engine, settings, tests
+        self.engine, self.task, self.settings, self.tests = engine, task, settings, tests
         self.sizes = [{split: len(getattr(partition, split)[k]) for split in SPLITS} for k in range(partition.clients)]
         self._old = partition.clients - settings.new_clients
         self._has_global_model = has_global_model
+        if settings.evaluate == "global" or settings.evaluate_clients_every > 1:
+            self._check_global()
+
+    def _check_global(self) -> None:
+        """Refuse a run of which nothing would be evaluated."""
+        tested = any(len(rows) for _, rows in self.tests.get("global_test", ()))
+        if not self._has_global_model or not tested:
+            missing = "a global test set" if self._has_global_model else "a method that has a global model"
+            s = self.settings
+            raise ValueError(
+                f"evaluate is {s.evaluate!r} and evaluate_clients_every {s.evaluate_clients_every}: testing the global "
+                f"model alone needs {missing}"
+            )
+
+    def _replies(self, t: int) -> list[Reply]:
+        """What clients' models come to after round t; empty replies where clients are not evaluated."""
+        s, clients = self.settings, range(len(self.sizes))
+        if s.evaluate == "global" or (t % s.evaluate_clients_every and t != s.rounds):
+            return [Reply(k) for k in clients]
+        splits = SPLITS if s.evaluate_train else SPLITS[1:]
+        costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
+        return list(self.engine.run([Request(k, t, "evaluate") for k in clients], costs))
 
     def __call__(self, t: int, reports: Reports) -> tuple[dict[str, Models], list[ClientResult]]:
         """What a record says of the models after round t, and every client's results with what it reported."""
-        clients = range(len(self.sizes))
-        splits = SPLITS if self.settings.evaluate_train else SPLITS[1:]
-        costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
-        replies = list(self.engine.run([Request(k, t, "evaluate") for k in clients], costs))
+        clients, replies = range(len(self.sizes)), self._replies(t)
         for reply in replies:
             diverged(self.settings, reply)  # where such clients are dropped, what they have no results of is missing
         late = self.settings.new_clients > 0
@@ -108,14 +130,14 @@ class Evaluator:
             if len(rows):
                 requests = [Request(0, 0, "test", rows=some) for some in _pieces(test, part, len(rows))]
                 outputs = [reply.outputs for reply in self.engine.run(requests) if reply.outputs is not None]
-                logits, targets = (
+                found_outputs, targets = (
                     torch.cat([self.engine.fetch(x) for x in both]) for both in zip(*outputs, strict=True)
                 )
                 for x in itertools.chain(*outputs):
                     self.engine.release(x)
-                if bool(logits.isnan().any()):
+                if bool(found_outputs.isnan().any()):
                     raise Diverged(None, t, f"global model's output on {test}")
-                found.append(classification_metrics(logits, targets))
+                found.append(self.task.metrics(found_outputs, targets))
         return mean_metrics(found)
 
     def _summaries(self, replies: Sequence[Reply]) -> Models:
@@ -134,5 +156,5 @@ class Evaluator:
 
 
 def _pieces(test: str, part: int, size: int) -> Iterator[SharedTest]:
-    for begin in range(0, size, _GLOBAL_TEST_PART):
-        yield SharedTest(test, part, begin, min(begin + _GLOBAL_TEST_PART, size))
+    for begin in range(0, size, GLOBAL_TEST_PART):
+        yield SharedTest(test, part, begin, min(begin + GLOBAL_TEST_PART, size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.ops import all_finite
+from pfl_ext.tasks import Task, task_of
 
 from .checkpoint import Checkpoints
 from .clock import clock_of
@@ -24,13 +26,15 @@ from .identity import identity_of
 from .interruption import Interrupted, interruptible
 from .messages import Diverged, Request
 from .method import Method
+from .model import WorkingModel
 from .plan import Plan
-from .requirements import check_buffers, check_run, usable_device
+from .requirements import check_batch, check_buffers, check_run, usable_device
 from .rounds import Asynchronous, Round, Synchronous, diverged, members, received
-from .runtime import seed_layers, threads
+from .runtime import ClientRuntime, seed_layers, state_of, threads
 from .server import Server
 from .settings import Settings
 from .state import RunState
+from .store import ClientStore
 from .streams import seed_of
 
 __all__ = ["Federation", "Record"]
@@ -54,6 +58,7 @@ class Federation:
         module: the network with its initial weights; a copy is trained.
         dataset, partition: the data; every client needs training samples.
         settings: the rest.
+        task: what is learned (:mod:`pfl_ext.tasks`); by default what the targets are for.
         engine: where clients' turns run; by default in this process. It belongs to this run, which closes it.
         folder: where checkpoints go, and clients' vectors with ``store=mapped``. None saves nothing.
         resume: go on from the newest good checkpoint in the folder, bit-identical to a run that was never stopped.
@@ -76,6 +81,7 @@ class Federation:
         partition: Partition,
         settings: Settings | None = None,
         *,
+        task: Task | None = None,
         engine: Engine | None = None,
         folder: Path | str | None = None,
         resume: bool = False,
@@ -86,27 +92,30 @@ class Federation:
         self.settings = s = Settings() if settings is None else settings
         device, tests = usable_device(s), extra_tests or {}
         self.method, self.dataset, self.partition = method, dataset.to(device), partition
-        check_run(method, module, self.dataset, partition, s, tests)
+        self.task = task_of(dataset) if task is None else task
+        check_run(method, self.task, module, self.dataset, partition, s, tests)
         self.folder = None if folder is None else Path(folder)
         self.engine: Engine = InProcess() if engine is None else engine
         module = copy.deepcopy(module).to(device)
         held_out = self.dataset.subset(partition.server) if len(partition.server) else None
         unlabelled = None if auxiliary is None else auxiliary.to(device)
-        self.server = Server(module, s, partition.clients, unlabelled, held_out)
+        self.server = Server(self.task, module, s, partition.clients, unlabelled, held_out)
         kind: type[Synchronous | Asynchronous] = Synchronous if method.buffer is None else Asynchronous
         samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
-        rounds = kind(method, s, self.engine, samples, clock)
-        self.identity = identity_of(method, s, self.dataset, partition, self.server, rounds)
+        rounds = kind(method, s, self.server, self.engine, samples, clock)
+        self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds)
+        check_batch(self.task, self.server.model, self.dataset, partition)
         method.set_up(self.server)
         check_buffers(method, self.server)
-        plan = Plan.of(method, module, self.dataset, partition, s, tests, self.folder)
+        plan = Plan.of(method, self.task, module, self.dataset, partition, s, tests, self.folder)
         self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
         if self._checkpoints is not None and not resume:
             self._checkpoints.begin()
+        self._plan = plan
         self.engine.start(plan)
         self._state = RunState(self.server, self.engine, rounds, partition.clients)
         has_global_model = method.global_model(self.server, self.server.model) is not None
-        self._evaluate = Evaluator(self.engine, s, partition, plan.tests, has_global_model)
+        self._evaluate = Evaluator(self.engine, self.task, s, partition, plan.tests, has_global_model)
         self.client_results: list[ClientResult] = []
         self._names: set[str] = set()  # of what clients have received
         if resume:
@@ -166,6 +175,7 @@ class Federation:
     def _one_round(self) -> Record:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
+        self.server.begin(t, members(s, self.partition.clients, t))
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
             self._state.reports.update(client, report)
@@ -202,9 +212,8 @@ class Federation:
 
     def _aggregate(self, t: int, round: Round) -> None:
         """The server's part, with the threads of a client's turn: where it trains, their number decides the bits."""
-        self.server.begin(t, members(self.settings, self.partition.clients, t))
         with threads(self.settings.threads), torch.random.fork_rng(devices=[]):
-            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.inputs.device)
+            seed_layers(seed_of(self.settings.seed, "server/layers", t), self.dataset.device)
             self.method.aggregate(self.server, round.uploads)
         self._names |= {name for reply in round.replies for name in reply.received}
         for name in self._names & self.server.keys():
@@ -221,12 +230,60 @@ class Federation:
             self._state.reports.update(reply.client, reply.report)
         self._state.personalized = group.stop
 
+    # ---- models ------------------------------------------------------------------------------------------------------
+
+    def global_model(self) -> nn.Module:
+        """The network as the global model has it: a copy with all parameters and buffers, frozen ones too, to evaluate.
+
+        Raises:
+            ValueError: the method has no global model.
+        """
+        state = self.method.global_model(self.server, self.server.model)
+        if state is None:
+            raise ValueError(f"{self.method.name} has no global model; personal_model(client) gives a client's")
+        return self._module_of(state)
+
+    def personal_model(self, client: int) -> nn.Module:
+        """The same of a client's personal model; of a method that trains none, the global one as that client has it.
+
+        Raises:
+            ValueError: there is no such client, or it has no model.
+        """
+        if not 0 <= client < self.partition.clients:
+            raise ValueError(f"client is {client}; the run has clients 0 to {self.partition.clients - 1}")
+        with torch.random.fork_rng(devices=[]):
+            runtime = self._runtime()
+            models = runtime.models(*runtime.begin(Request(client, self.round, "evaluate")))
+        if not models:
+            raise ValueError(f"{self.method.name} has neither a personal nor a global model")
+        name = next((name for name in ("personal", "global") if name in models), next(iter(models)))
+        return self._module_of(state_of(name, models[name]))
+
+    def _runtime(self) -> ClientRuntime:
+        """A runtime of all clients in this process."""
+        if isinstance(self.engine, InProcess):
+            self.engine.publish(self.server)
+            return self.engine.runtime
+        plan = dataclasses.replace(self._plan, module=copy.deepcopy(self._plan.module))
+        store = ClientStore(len(plan.rows), plan.kept(plan.working_model()))
+        store.restore(self.engine.state())
+        runtime = ClientRuntime(plan, store)
+        runtime.server = self.server
+        return runtime
+
+    def _module_of(self, state: Tensor) -> nn.Module:
+        module = copy.deepcopy(self.server.model.module)
+        s = self.settings
+        WorkingModel(module, s.local_buffers, s.server_buffers).load(state)
+        return module.to(memory_format=torch.contiguous_format).eval()
+
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def _pause(self, stop: Event, due: bool = False) -> None:
         """Save, where the run has a folder, if that is due or was long ago; end if somebody asked for it."""
         if self._checkpoints is not None and (due or stop.is_set() or self._checkpoints.late()):
-            self._checkpoints.save(self.moment, *self._state.content())
+            shards = self.engine.save(self._checkpoints.stem(self.moment))
+            self._checkpoints.save(self.moment, *self._state.content(clients=not shards), shards)
         if stop.is_set():
             raise Interrupted(f"stopped after round {self.round}")
 
@@ -239,9 +296,16 @@ class Federation:
         if self._state.personalized and self.round < self.settings.rounds:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
 
-    def read(self, folder: Path | str) -> None:
-        """Take over what the newest good checkpoint of a run's folder holds, to look at it; nothing there changes."""
-        found = Checkpoints(Path(folder) / "checkpoints", self.identity).newest()
+    def read(self, folder: Path | str, checkpoint: Path | None = None, device: str | None = None) -> None:
+        """Take over what the newest good checkpoint of a run's folder holds, to look at it; nothing there changes.
+
+        Args:
+            folder: the run's.
+            checkpoint: that one of the folder in place of the newest.
+            device: that of the run, where it is not this one's: what is only looked at may be looked at anywhere.
+        """
+        identity = self.identity | {"device": device or self.settings.device}
+        found = Checkpoints(Path(folder) / "checkpoints", identity).newest(checkpoint)
         if found is None:
             raise FileNotFoundError(f"{folder} has no checkpoint")
         self._restore(*found)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pfl_ext.data import Dataset, Partition
+from pfl_ext.data.nests import mapped
+from pfl_ext.tasks import Task
 
 from .method import Method
 from .rounds import Rounds
@@ -15,19 +17,28 @@ __all__ = ["identity_of"]
 
 
 def identity_of(
-    method: Method, settings: Settings, dataset: Dataset, partition: Partition, server: Server, rounds: Rounds
+    method: Method,
+    task: Task,
+    settings: Settings,
+    dataset: Dataset,
+    partition: Partition,
+    server: Server,
+    rounds: Rounds,
 ) -> dict[str, Any]:
     """Everything that has an influence on what models become, as JSON has it.
 
     Args:
-        method, settings, dataset, partition, rounds: the run's.
+        method, task, settings, dataset, partition, rounds: the run's.
         server: before the method has set it up: its working model has the initial weights. A checkpoint has none of
             what is frozen, nor of what no client has changed.
     """
-    auxiliary = server.auxiliary
+    auxiliary, by_rounds = server.auxiliary, method.lr_rounds == "cosine"
     return {
         "method": type(method).__name__,
         **{f"method.{name}": value for name, value in method.identity().items()},
+        **({"rounds": settings.rounds} if by_rounds else {}),
+        "task": task.name,
+        **{f"task.{name}": value for name, value in task.identity().items()},
         "data": [dataset.fingerprint, _normalisation(dataset)],
         "auxiliary": None if auxiliary is None else [auxiliary.fingerprint, _normalisation(auxiliary)],
         "partition": partition.fingerprint,
@@ -38,6 +49,8 @@ def identity_of(
     }
 
 
-def _normalisation(dataset: Dataset) -> list[list[float]] | None:
+def _normalisation(dataset: Dataset) -> list[Any] | None:
     """Mean and standard deviation of the channels, which a dataset's fingerprint does not cover."""
-    return None if dataset.mean is None or dataset.std is None else [dataset.mean.tolist(), dataset.std.tolist()]
+    if dataset.mean is None or dataset.std is None:
+        return None
+    return [mapped(lambda numbers: numbers.tolist(), given) for given in (dataset.mean, dataset.std)]

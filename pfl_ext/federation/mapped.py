@@ -16,7 +16,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-__all__ = ["LARGE", "MappedTensor", "opened", "scratch_folder"]
+__all__ = ["LARGE", "MappedTensor", "RemoteTensor", "opened", "scratch_folder"]
 
 LARGE = 1 << 16
 """Bytes from which a tensor is worth a file of its own."""
@@ -93,9 +93,34 @@ def _named(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def opened(vector: Tensor | MappedTensor) -> Tensor:
-    """The tensor itself, wherever it is."""
-    return vector.open() if isinstance(vector, MappedTensor) else vector
+@dataclass(frozen=True)
+class RemoteTensor:
+    """Where a tensor is that stays in another process of the run. The engine brings it, or computes there."""
+
+    rank: int
+    """That of the process."""
+    number: int
+    """The process's own for it."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel() * self.dtype.itemsize
+
+    def open(self) -> Tensor:
+        """Refused: the numbers are not here."""
+        raise TypeError(f"vector {self.number} is at rank {self.rank}; the engine fetches it")
+
+
+def opened(vector: Tensor | MappedTensor | RemoteTensor) -> Tensor:
+    """The tensor itself, where this process sees it."""
+    return vector if isinstance(vector, Tensor) else vector.open()
 
 
 def scratch_folder(owner: object, size: int) -> Path:

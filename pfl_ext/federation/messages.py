@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from .mapped import MappedTensor
+from .mapped import MappedTensor, RemoteTensor
 
 __all__ = ["Diverged", "Protocol", "Reply", "Request", "SharedTest", "Stage", "Vector", "Work"]
 
@@ -29,7 +29,7 @@ test      outputs of the global model on a part of a test set that belongs to no
 ========  ==============================================================================================================
 """
 
-Vector: TypeAlias = Tensor | MappedTensor
+Vector: TypeAlias = Tensor | MappedTensor | RemoteTensor
 """A vector of a client, or where it is. ``Engine.fetch`` gives the vector itself."""
 
 
@@ -116,6 +116,6 @@ class Reply:
     trained_parameters: int = 0
     """How many parameters it has trained: those of two models where it trained two."""
     outputs: tuple[Vector, Vector] | None = None
-    """Logits and targets, of ``test``."""
+    """Outputs and targets of ``test``, as the task reduces them for its metrics."""
     error: Diverged | None = None
     """The client's training gave infinity or NaN: there is nothing else but what was received."""

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor
+
+from pfl_ext.data import Inputs
+from pfl_ext.options import Options, option
 
 from .client import Client
 from .messages import Stage
 from .model import WorkingModel
-from .options import Options, option
+from .optimizers import OPTIMIZERS, OptimizerFactory
 from .server import Server
 from .uploads import Uploads
 
-__all__ = ["Method"]
+__all__ = ["Method", "Models", "Predictor"]
+
+Predictor: TypeAlias = Callable[[WorkingModel, Inputs], Tensor]
+"""A model that is not one state of the network: a mixture, neighbours, prototypes. Given the working model, in
+evaluation mode and with any state in it, and a batch's inputs, it returns outputs in the form of the task's."""
+
+Models: TypeAlias = dict[str, Tensor | Predictor]
+"""Models by name, each a state of the network or a predictor."""
 
 
 @dataclass(frozen=True)
 class Method(Options, abc.ABC):
-    """The base of every method: the options all share, values that say what it is, and eight hooks.
+    """The base of every method: the options all share, values that say what it is, and nine hooks.
 
     A method has no state of its own: what the server keeps is in ``server``, what a client keeps in ``client``, so that
     a run can be saved at any round and clients can be trained in any process. ``docs/methods.md`` shows a whole one.
@@ -34,12 +45,37 @@ class Method(Options, abc.ABC):
     """Whether clients touch their samples in :meth:`Steps.train` alone, on the labels' loss, so that a run of it can be
     made differentially private."""
 
+    needs: ClassVar[Literal["nothing", "logits", "classes"]] = "nothing"
+    """What the task must have: logits of classes, to distil them; one class for each sample, to count by it."""
+
     needs_validation: ClassVar[bool] = False
     """Whether every client must have validation data."""
 
-    lr: float = option(0.01, "step size of the local SGD")
+    refuses: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Options of all methods that this one's equations leave no room for, each with the reason."""
+
+    lr: float = option(0.01, "step size of the local steps")
     momentum: float = option(0.0, "momentum of the local SGD; it starts anew in each round")
-    weight_decay: float = option(0.0, "weight decay of the local SGD")
+    weight_decay: float = option(0.0, "weight decay of the local steps")
+    optimizer: str | OptimizerFactory = option(  # noqa: RUF009 - a field, as all others
+        "sgd", "local optimiser: sgd, adam, adamw, or a factory, FILE.py:NAME; its state starts anew in each round"
+    )
+    clip: float = option(0.0, "largest norm of a local step's gradient, which is shortened to it; 0: any")
+    lr_rounds: str = option(
+        "constant", "step size over the rounds: cosine ends at 0, step drops", choices=("constant", "cosine", "step")
+    )
+    lr_steps: str = option(
+        "constant", "step size over the steps of a turn, in the same ways", choices=("constant", "cosine", "step")
+    )
+    lr_warmup_rounds: int = option(0, "rounds in which the step size grows to lr, linearly")
+    lr_warmup_steps: int = option(0, "steps of a turn in which the step size grows, linearly")
+    lr_drop: float = option(0.1, "what a step size is multiplied with where it drops")
+    lr_drop_every: int = option(10, "rounds, or steps of a turn, after which it drops")
+    weighting: str = option(
+        "paper",
+        "weights of clients in averages: as the paper has them, n_k, or all alike",
+        choices=("paper", "samples", "equal"),
+    )
     batch_size: int = option(10, "samples a local step takes")
     local_epochs: int = option(1, "passes over a client's data in a round")
     local_steps: int = option(0, "steps in a round instead of passes; 0: passes")
@@ -49,10 +85,42 @@ class Method(Options, abc.ABC):
         super().__post_init__()
         self.check("lr", self.lr > 0, "above 0")
         self.check("momentum", 0 <= self.momentum < 1, "from 0 to below 1")
+        self._check_optimizer()
+        self.check("clip", self.clip >= 0, "not negative")
+        for name in ("lr_warmup_rounds", "lr_warmup_steps"):
+            self.check(name, getattr(self, name) >= 0, "not negative")
+        self.check("lr_drop", 0 < self.lr_drop <= 1, "above 0, up to 1")
+        self.check("lr_drop_every", self.lr_drop_every >= 1, "at least 1")
+        for name, reason in self.refuses:
+            only = self._default(name)
+            self.check(name, getattr(self, name) == only, f"of {only!r} in {self.name}: {reason}")
         self.check("weight_decay", self.weight_decay >= 0, "not negative")
         self.check("batch_size", self.batch_size >= 1, "at least 1")
         self.check("local_epochs", self.local_epochs >= 0, "not negative")
         self.check("local_steps", self.local_steps >= 0, "not negative")
+
+    def _check_optimizer(self) -> None:
+        known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
+        names = ", ".join(OPTIMIZERS)
+        self.check("optimizer", known, f"of {names}, path/to/file.py:NAME, or in Python a factory")
+        if self.optimizer != "sgd":  # a paper's momentum that nobody asked for is nobody's mistake
+            unasked = (0.0, self._default("momentum"))
+            self.check("momentum", self.momentum in unasked, "of 0: it is SGD's, and the optimizer is another")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the optimiser of a user's file, which its name does not bring to another process."""
+        name = self.optimizer
+        return {**self.__dict__, "_own_optimizer": OPTIMIZERS[name] if isinstance(name, str) else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker."""
+        own = state.pop("_own_optimizer")
+        if own is not None:
+            OPTIMIZERS.setdefault(state["optimizer"], own)
+        self.__dict__.update(state)
+
+    def _default(self, name: str) -> Any:
+        return next(field.default for field in dataclasses.fields(self) if field.name == name)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -85,6 +153,14 @@ class Method(Options, abc.ABC):
 
     # ---- a round -----------------------------------------------------------------------------------------------------
 
+    def select(self, server: Server, count: int) -> list[int] | None:
+        """Which ``count`` of the first ``server.members`` clients take part in this round.
+
+        None, as most methods have it: any, the same for all methods with a seed. ``server.round`` is the round, and
+        ``server.stream`` has the random numbers for a choice. Not asked where the rounds are asynchronous.
+        """
+        return None
+
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
         """What the server sends to one client for a stage; its size is what is counted as sent.
 
@@ -109,8 +185,8 @@ class Method(Options, abc.ABC):
 
     # ---- what is evaluated -------------------------------------------------------------------------------------------
 
-    def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The client's own models as states by name, such as ``"personal"``."""
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> Mapping[str, Tensor | Predictor]:
+        """The client's own models by name, such as ``"personal"``: each a state of the network, or a predictor."""
         return {}
 
     def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
+from pfl_ext.tasks import Task
 
 from .client import Rows
 from .method import Method
@@ -28,6 +29,7 @@ class Plan:
     """What an engine is given: plain data, from which it makes a :class:`~.runtime.ClientRuntime` where clients are."""
 
     method: Method
+    task: Task
     module: nn.Module
     """The network with its initial weights."""
     dataset: Dataset
@@ -43,6 +45,7 @@ class Plan:
     def of(
         cls,
         method: Method,
+        task: Task,
         module: nn.Module,
         dataset: Dataset,
         partition: Partition,
@@ -56,13 +59,13 @@ class Plan:
         tests = {"global_test": [(dataset, cut.global_test)]}
         for name, parts in extra_tests.items():
             tests[name] = [(part.to(dataset.device), torch.arange(len(part))) for part in parts]
-        return cls(method, module, dataset, rows, settings, tests, folder)
+        return cls(method, task, module, dataset, rows, settings, tests, folder)
 
     def kept(self, model: WorkingModel) -> dict[str, Tensor]:
         """What is kept for each client: the method's vectors, and local buffers and private steps where there are."""
         kept = self.method.keeps(model)
         if self.settings.privacy is not None:
-            kept[PRIVATE_STEPS] = torch.zeros(1, dtype=torch.float64)
+            kept[PRIVATE_STEPS] = torch.zeros(2, dtype=torch.float64)
         if model.local.any():
             kept[LOCAL_BUFFERS] = model.state()[model.local]
         return kept

@@ -12,20 +12,32 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from pfl_ext.data import Inputs
+from pfl_ext.data.nests import arguments, mapped, split
 from pfl_ext.nn import FrozenBatchNorm2d
+from pfl_ext.tasks import outputs
 
 from .model import WorkingModel
 from .settings import Privacy
 
-__all__ = ["PRIVATE_STEPS", "epsilon", "private_gradients", "refuse_batch_norm", "sampling", "secure_normal"]
+__all__ = [
+    "PRIVATE_STEPS",
+    "epsilon",
+    "private_gradients",
+    "refuse_batch_norm",
+    "sampling",
+    "secure_normal",
+    "secure_uniform",
+]
 
 PRIVATE_STEPS = "pfl_ext.private_steps"
-"""The name under which a client keeps how many steps it has taken on its data."""
+"""The name under which a client keeps how many steps it has taken on its data, and how many for what it sends."""
 
 _NUMBERS = 1 << 26  # gradients of single samples that are in memory at once
 _ORDERS = (*(1 + x / 10 for x in range(1, 100)), *map(float, range(12, 64)))
@@ -51,7 +63,7 @@ def refuse_batch_norm(module: nn.Module) -> None:
 def private_gradients(
     model: WorkingModel,
     params: Sequence[Tensor],
-    inputs: Tensor,
+    inputs: Inputs,
     targets: Tensor,
     loss: Callable[[Tensor, Tensor], Tensor],
     privacy: Privacy,
@@ -77,15 +89,16 @@ def private_gradients(
     names = {id(p): name for name, p in model.module.named_parameters()}
     values = {names[id(p)]: p.detach() for p in params}
 
-    def of_one(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return loss(functional_call(model.module, values, (x[None],)), y[None])
+    def of_one(values: dict[str, Tensor], x: Any, y: Tensor) -> Tensor:
+        given, by_name = arguments(mapped(lambda leaf: leaf[None], x))
+        return loss(outputs(functional_call(model.module, values, given, by_name)), y[None])
 
     each = vmap(grad_and_value(of_one), in_dims=(None, 0, 0), randomness="different")
     sums = {name: torch.zeros_like(value) for name, value in values.items()}
     total = torch.zeros((), dtype=model.dtype, device=model.device)
     at_once = max(1, _NUMBERS // sum(value.numel() for value in values.values()))
-    for x, y in zip(inputs.split(at_once), targets.split(at_once), strict=True):
-        if len(x) == 0:
+    for x, y in zip(split(inputs, at_once), targets.split(at_once), strict=True):
+        if len(y) == 0:
             break
         gradients, losses = each(values, x, y)
         norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
@@ -101,7 +114,15 @@ def private_gradients(
         else:
             random = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=noise.device).to(value.device)
         found.append((value + scale * random) / expected)
-    return total / max(1, len(inputs)), found
+    return total / max(1, len(targets)), found
+
+
+def secure_uniform(count: int) -> Tensor:
+    """Numbers above 0, up to 1, of 53 random bits each from the operating system's secure generator, in float64."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.float64)
+    bits = torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64) & ((1 << 53) - 1)
+    return (bits + 1).double().mul_(2.0**-53)  # above 0: its logarithm is a number
 
 
 def secure_normal(shape: torch.Size | Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -109,14 +130,11 @@ def secure_normal(shape: torch.Size | Sequence[int], dtype: torch.dtype = torch.
 
     .. math:: \sqrt{-2 \ln u_1}\, \cos(2 \pi u_2), \quad \sqrt{-2 \ln u_1}\, \sin(2 \pi u_2)
 
-    for :math:`u_1, u_2` from 53 random bits each, in float64: up to 8.57 standard deviations.
+    for :math:`u_1, u_2` of :func:`secure_uniform`: up to 8.57 standard deviations.
     """
     count = math.prod(shape)
     pairs = -(-count // 2)
-    if pairs == 0:
-        return torch.empty(shape, dtype=dtype)
-    bits = torch.frombuffer(bytearray(os.urandom(16 * pairs)), dtype=torch.int64) & ((1 << 53) - 1)
-    u = (bits + 1).double().mul_(2.0**-53).view(2, pairs)  # above 0, up to 1: the logarithm of 0 is no number
+    u = secure_uniform(2 * pairs).view(2, pairs)
     length, angle = u[0].log().mul_(-2).sqrt_(), u[1] * (2 * math.pi)
     return torch.cat([length * angle.cos(), length * angle.sin()])[:count].view(shape).to(dtype)
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from pfl_ext.data import Dataset, Partition
+from pfl_ext.data import Dataset, Inputs, Partition
+from pfl_ext.data.nests import named
+from pfl_ext.tasks import Task
 
 from .evaluation import SPLITS
 from .method import Method
+from .model import WorkingModel
 from .privacy import refuse_batch_norm
 from .server import Server
 from .settings import Compute, Settings
 
-__all__ = ["check_buffers", "check_run", "usable_device"]
+__all__ = ["check_augmentation", "check_batch", "check_buffers", "check_run", "usable_device"]
 
 _COLUMNS = ("local test", "std", "global test", "new clients")  # of a model in the tables of comparisons
 
@@ -38,6 +42,7 @@ def usable_device(compute: Compute) -> torch.device:
 
 def check_run(
     method: Method,
+    task: Task,
     module: nn.Module,
     dataset: Dataset,
     partition: Partition,
@@ -54,6 +59,9 @@ def check_run(
             f"{type(method).__name__} chooses models on validation data, and {len(without)} of {partition.clients} "
             f"clients have none (client {without[0]}, say): partition with validation=0.2, or more samples a client"
         )
+    _check_outputs(method, task, settings)
+    if settings.augmentation != "none":
+        check_augmentation(f"augmentation is {settings.augmentation!r}", dataset)
     for name, parts in extra_tests.items():
         _check_extra_test(name, parts, dataset)
     if settings.privacy is not None:
@@ -61,6 +69,54 @@ def check_run(
         if not method.private:
             private = "those whose clients train by plain SGD on the labels, such as fedavg, ditto and perada"
             raise ValueError(f"{method.name} has no differentially private form; {private} have one")
+
+
+def check_augmentation(given: str, dataset: Dataset) -> None:
+    """Refuse to augment what is no image, or what has targets that would have to move with it."""
+    if not dataset.images:
+        raise ValueError(f"{given}, which is for images; the samples of {dataset.name!r} are none: use none")
+    if dataset.targets.ndim > 2:
+        raise ValueError(
+            f"{given}, which moves the pixels of images; those of {dataset.name!r} have targets, which would have to "
+            "move too: use none"
+        )
+
+
+def _check_outputs(method: Method, task: Task, settings: Settings) -> None:
+    """Refuse a task whose outputs are not what the method works with."""
+    if (method.needs == "logits" and not task.has_logits) or (method.needs == "classes" and not task.one_class):
+        needed = {"logits": "logits of classes", "classes": "one class for each sample"}[method.needs]
+        raise ValueError(f"{method.name} needs {needed}, and the task {task.name} has none: use another method")
+    if settings.prediction_distance and not task.has_logits:
+        raise ValueError(
+            f"prediction_distance compares probabilities, and the task {task.name} has none; leave the setting out"
+        )
+
+
+@torch.no_grad()
+def check_batch(task: Task, model: WorkingModel, dataset: Dataset, partition: Partition) -> None:
+    """Raise a ValueError if the network cannot take the samples, or if its outputs do not fit the task's targets."""
+    rows = torch.cat([*partition.train])[:2]
+    inputs, targets = dataset.batch(rows)
+    training = model.module.training
+    model.module.eval()
+    try:
+        outputs = model(inputs)
+    except Exception as error:
+        what = f"a batch of {dataset.name!r}, {_shown(inputs)}"
+        raise ValueError(f"the network does not take {what}: {type(error).__name__}: {error}") from error
+    finally:
+        model.module.train(training)
+    task.check_batch(dataset, outputs, targets)
+    loss = task.loss(outputs, targets)
+    if loss.dim() or not loss.is_floating_point():
+        given = f"{loss.dtype} {list(loss.shape)}"
+        raise ValueError(f"the loss of the task {task.name} is {given}; accepted is one floating number, a mean")
+
+
+def _shown(inputs: Inputs) -> str:
+    kinds = ((name, str(x.dtype).removeprefix("torch."), list(x.shape)) for name, x in named(inputs))
+    return ", ".join(f"{name} {dtype} {shape}".strip() for name, dtype, shape in kinds)
 
 
 def check_buffers(method: Method, server: Server) -> None:
@@ -98,6 +154,10 @@ def _check_extra_test(name: str, parts: Sequence[Dataset], ours: Dataset) -> Non
             )
         if part.input_shape != ours.input_shape:
             raise ValueError(
-                f"samples of the extra test set {name} ({part.name}) are {list(part.input_shape)}, those of "
-                f"{ours.name!r} {list(ours.input_shape)}; Dataset.in_shape_of makes them alike"
+                f"samples of the extra test set {name} ({part.name}) are {_listed(part.input_shape)}, those of "
+                f"{ours.name!r} {_listed(ours.input_shape)}; Dataset.in_shape_of makes them alike"
             )
+
+
+def _listed(shape: Any) -> str:
+    return str(list(shape) if isinstance(shape, tuple) else shape)

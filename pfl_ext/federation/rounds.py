@@ -15,6 +15,7 @@ from .engine import Engine
 from .flight import Flight, Flying
 from .messages import Diverged, Reply, Request, Stage, Vector, Work
 from .method import Method
+from .server import Server
 from .settings import Schedule, Settings
 from .streams import stream
 from .uploads import Uploads
@@ -93,16 +94,18 @@ class Synchronous:
 
     Args:
         method, settings: the run's.
+        server: is asked by methods that select clients themselves.
         engine: runs the clients.
         samples: n_k of each client.
         clock: how long everything takes; the run's models depend on it where the protocol is ``until-arrival``.
     """
 
     def __init__(
-        self, method: Method, settings: Settings, engine: Engine, samples: Sequence[int], clock: Clock
+        self, method: Method, settings: Settings, server: Server, engine: Engine, samples: Sequence[int], clock: Clock
     ) -> None:
         """See the class."""
         self.method, self.settings, self.engine, self.samples, self.clock = method, settings, engine, samples, clock
+        self.server = server
         protocols: tuple[str, ...] = PROTOCOLS[:2] if settings.clock != "none" else ()
         if settings.protocol == "until-arrival":
             protocols = ("until-arrival",)
@@ -112,7 +115,7 @@ class Synchronous:
         """The selected clients; then, where the method says so, those that rest."""
         s = self.settings
         there = members(s, len(self.samples), t)
-        selected = selected_clients(s.seed, t, there, s.participation)
+        selected = self._selected(t, there)
         replies = self._run("train", t, selected)
         arrived = [reply for reply in replies if not diverged(s, reply)]
         dropped = [reply.client for reply in replies if reply.error is not None]
@@ -130,10 +133,28 @@ class Synchronous:
             dropped += [reply.client for reply in rested if reply.error is not None]
         clients = [reply.client for reply in arrived]
         uploads = Uploads(
-            clients, [self.samples[k] for k in clients], [reply.sent for reply in arrived], access=self.engine
+            clients,
+            [self.samples[k] for k in clients],
+            [reply.sent for reply in arrived],
+            access=self.engine,
+            weighting=self.method.weighting,
         )
         trained = max(reply.trained_parameters for reply in replies)
         return Round(uploads, works, replies, reports, trained, dropped)
+
+    def _selected(self, t: int, there: int) -> list[int]:
+        """The clients of a round, in order."""
+        s = self.settings
+        count = _count(s.participation, there)
+        own = self.method.select(self.server, count)
+        if own is None:
+            return selected_clients(s.seed, t, there, s.participation)
+        if len(set(own)) != count or len(own) != count or not set(own) <= set(range(there)):
+            raise ValueError(
+                f"{self.method.name} selects the clients {sorted(own)}; accepted are {count} different ones of 0 to "
+                f"{there - 1}"
+            )
+        return sorted(own)
 
     def _run(self, stage: Stage, t: int, clients: Sequence[int]) -> list[Reply]:
         requests = [Request(k, t, stage) for k in clients]
@@ -193,7 +214,7 @@ class Asynchronous:
     """
 
     def __init__(
-        self, method: Method, settings: Settings, engine: Engine, samples: Sequence[int], clock: Clock
+        self, method: Method, settings: Settings, server: Server, engine: Engine, samples: Sequence[int], clock: Clock
     ) -> None:
         """See the class."""
         if settings.protocol == "until-arrival":
@@ -235,7 +256,7 @@ class Asynchronous:
         self._keep()
         clients = [turn.client for turn in arrived]
         samples, staleness = [self.samples[k] for k in clients], [t - 1 - turn.version for turn in arrived]
-        uploads = Uploads(clients, samples, vectors, staleness, self.engine)
+        uploads = Uploads(clients, samples, vectors, staleness, self.engine, self.method.weighting)
         trained = max(turn.trained_parameters for turn in arrived)
         return Round(uploads, [turn.work for turn in arrived], replies, reports, trained, dropped)
 

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from pfl_ext.metrics import classification_metrics, mean_metrics, prediction_distance
+from pfl_ext.data import Dataset, Inputs
+from pfl_ext.data.placement import placed
+from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
-from .client import Client, logits_of
+from .client import Client, Rows, current_outputs
 from .mapped import opened
-from .messages import Diverged, Reply, Request, Stage, Vector, Work
+from .messages import Diverged, Reply, Request, Stage, Work
+from .method import Models, Predictor
 from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
+from .uplink import Deliver, InThread, ToHost, Uplink
 
-__all__ = ["ClientRuntime", "Deliver", "seed_layers", "threads"]
+__all__ = ["ClientRuntime", "Deliver", "seed_layers", "state_of", "threads"]
 
 Vectors = Mapping[str, Tensor]
-Deliver = Callable[[Request, str, Vectors], Mapping[str, Vector]]
-"""Brings vectors on their way to the server's side, in a file or in memory that processes share: ``"sent"`` ones, or
-``"kept"`` ones of an asynchronous turn."""
 
 
 class threads:
@@ -55,6 +56,20 @@ def seed_layers(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
+def state_of(name: str, model: Tensor | Predictor) -> Tensor:
+    """A model of a client as a state of the network.
+
+    Raises:
+        ValueError: it is no such state.
+    """
+    if isinstance(model, Tensor):
+        return model
+    raise ValueError(
+        f"the {name} model of this method is not one network's weights but a prediction made of several, or of samples "
+        "that the client keeps; accepted are models that are a state of the network"
+    )
+
+
 class ClientRuntime:
     """Carries out the requests of clients, one at a time.
 
@@ -73,11 +88,12 @@ class ClientRuntime:
     ) -> None:
         """See the class."""
         self.plan, self.store, self.deliver = plan, store, deliver
-        self.method, self.settings = plan.method, plan.settings
+        self.method, self.task, self.settings = plan.method, plan.task, plan.settings
         self.model = plan.working_model()
         self.server: Vectors = {}
+        self._placed: dict[int, Rows] = {}
         self._personal = "personal" in self.method.stages
-        self._uplink = ThreadPoolExecutor(1, "upload")  # its thread begins with the first upload
+        self._uplink: Uplink = ToHost(self.model.device) if self.settings.uploads == "host" else InThread()
         stays = self.model.stays
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
         self._stages: dict[Stage, Callable[[Request, Client, Vectors], Reply]] = {
@@ -97,6 +113,9 @@ class ClientRuntime:
                 self.store.write(request.client, name, opened(vector))
             return Reply(request.client)
         client, received = self.begin(request)
+        # Once for all evaluations in a row: walking over the modules takes as long as a small forward pass.
+        if self.model.module.training == (request.stage == "evaluate"):
+            self.model.module.train(request.stage != "evaluate")
         try:
             reply = self._stages[request.stage](request, client, received)
         except Diverged as error:
@@ -114,7 +133,9 @@ class ClientRuntime:
         settings, k = self.settings, request.client
         seed_layers(seed_of(settings.seed, "layers", request.round, k), self.model.device)
         plan = self.plan
-        client = Client(k, request.round, request.stage, self.model, plan.dataset, plan.rows[k], self.store, settings)
+        client = Client(
+            k, request.round, request.stage, self.task, self.model, plan.dataset, self._rows(k), self.store, settings
+        )
         if request.received is None:
             received = self.method.sends(self.server, k, request.stage)
         else:
@@ -122,6 +143,13 @@ class ClientRuntime:
         if self._has_local:
             received = {name: self._with_own_buffers(client, vector) for name, vector in received.items()}
         return client, received
+
+    def _rows(self, client: int) -> Rows:
+        """A client's samples, their numbers where the data is: brought there once."""
+        if client not in self._placed:
+            device = self.plan.dataset.device
+            self._placed[client] = Rows(*(placed(part, device) for part in self.plan.rows[client]))
+        return self._placed[client]
 
     def _with_own_buffers(self, client: Client, state: Tensor) -> Tensor:
         """A state with the buffers that are the client's own, once it has some."""
@@ -153,16 +181,16 @@ class ClientRuntime:
         self._keep_own_buffers(client)
         protocol = self.settings.protocol
         if not self._personal or protocol == "until-arrival":
-            delivered = self.deliver(request, "sent", sent)
+            delivered = self._uplink.begin(self.deliver, request, sent, wait=True)()
         elif protocol == "compute-and-wait":
             self._train_personally(client, received, sent)
-            delivered = self.deliver(request, "sent", sent)
+            delivered = self._uplink.begin(self.deliver, request, sent, wait=True)()
         else:
-            arriving = self._uplink.submit(self.deliver, request, "sent", sent)
+            arrived = self._uplink.begin(self.deliver, request, sent)
             try:
                 self._train_personally(client, received, sent)
             finally:
-                delivered = arriving.result()
+                delivered = arrived()
         reply = Reply(client.index, delivered, report=client.report)
         if self.method.buffer is None:
             self._commit(client)
@@ -182,7 +210,7 @@ class ClientRuntime:
             self.method.personalize(client, received, {})
             self._keep_own_buffers(client)
         else:
-            sent = {name: opened(vector) for name, vector in request.sent.items()}
+            sent = {name: placed(opened(vector), self.model.device) for name, vector in request.sent.items()}
             self._train_personally(client, received, sent, request.budget)
         self._commit(client)
         return Reply(client.index, report=client.report)
@@ -204,16 +232,24 @@ class ClientRuntime:
             return {}
         if state is not None:
             self.model.load(state)
-        metrics = classification_metrics(*client.logits(client.test))
+        metrics = self.task.metrics(*self._outputs(self.plan.dataset, client.test))
         return {f"{when}_training/{metric}": value for metric, value in metrics.items()}
 
     # ---- evaluating --------------------------------------------------------------------------------------------------
 
-    def models(self, client: Client, received: Vectors) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Vectors) -> Models:
         """A client's models by name, the global one first."""
         shared = self.method.global_model(self.server, self.model)
-        found = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
-        return found | self.method.models(client, received)
+        found: Models = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
+        return found | dict(self.method.models(client, received))
+
+    def _predictor(self, model: Tensor | Predictor) -> Callable[[Inputs], Tensor]:
+        """What makes outputs of inputs: the working model with this state, or what the method has in its place."""
+        if isinstance(model, Tensor):
+            if not self.model.loaded(model):  # most clients are evaluated with the same global model
+                self.model.load(model)
+            return self.model
+        return functools.partial(model, self.model)
 
     def _evaluate(self, request: Request, client: Client, received: Vectors) -> Reply:
         """Metrics of the client's models; nothing that is kept changes."""
@@ -221,32 +257,41 @@ class ClientRuntime:
         splits = ("test", "validation") + (("train",) if s.evaluate_train else ())
         reply = Reply(client.index)
         outputs: dict[tuple[str, str], list[Tensor]] = {}
-        for name, state in self.models(client, received).items():
-            self.model.load(state)
+        for name, model in self.models(client, received).items():
+            predict = self._predictor(model)
             sets = {split: [(self.plan.dataset, getattr(client, split))] for split in splits}
             if s.personal_global_test and (name == "personal" or (name == "global" and s.prediction_distance)):
                 # Extra test sets once: CIFAR-10-C has 950,000 images, for every client's model.
                 last = request.round == s.rounds
                 sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
             for split, parts in sets.items():
-                results = [client.logits(rows, data) for data, rows in parts if len(rows)]
-                if any(bool(logits.isnan().any()) for logits, _ in results):
+                results = [self._outputs(data, rows, predict) for data, rows in parts if len(rows)]
+                if any(bool(found.isnan().any()) for found, _ in results):
                     # NaN is no accuracy of 0: the model is named, or left out.
                     reply.error = reply.error or Diverged(
                         client.index, client.round, f"{name} model's output on {split}"
                     )
                     continue
                 if s.prediction_distance:
-                    outputs[name, split] = [logits for logits, _ in results]
-                metrics = mean_metrics([classification_metrics(*result) for result in results])
+                    outputs[name, split] = [found for found, _ in results]
+                metrics = mean_metrics([self.task.metrics(*result) for result in results])
                 if metrics:
                     reply.metrics[name, split] = metrics
         for (name, split), own in outputs.items():
             if name == "personal" and own and ("global", split) in outputs:
                 pairs = zip(own, outputs["global", split], strict=True)
-                apart = [{"distance": prediction_distance(p, g, self.plan.dataset.multilabel)} for p, g in pairs]
+                apart = [
+                    {"distance": prediction_distance(*(self.task.probabilities(x.double()) for x in pair))}
+                    for pair in pairs
+                ]
                 reply.metrics[name, split] |= mean_metrics(apart)
         return reply
+
+    def _outputs(
+        self, dataset: Dataset, rows: Tensor, predict: Callable[[Inputs], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the task's metrics need of these samples, by the working model or by what predicts in its place."""
+        return current_outputs(self.model, dataset, rows, self.task.reduce, predict)
 
     def _test(self, request: Request) -> Reply:
         """What the global model makes of samples that belong to no client."""
@@ -256,4 +301,4 @@ class ClientRuntime:
         assert state is not None
         self.model.load(state)
         part = rows[request.rows.begin : request.rows.end]
-        return Reply(request.client, outputs=logits_of(self.model, dataset, part))
+        return Reply(request.client, outputs=self._outputs(dataset, part))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset
+from pfl_ext.tasks import Task
 
 from .model import WorkingModel
 from .settings import Settings
@@ -23,6 +24,7 @@ class Server(dict[str, Tensor]):
     and random streams that depend on the run's seed, their name and the round alone.
 
     Args:
+        task: what is learned.
         module: the network; a copy of it becomes the working model when that is first asked for.
         settings: the run's.
         clients: how many clients the federation has.
@@ -30,6 +32,7 @@ class Server(dict[str, Tensor]):
 
     Attributes:
         clients: as given.
+        partial: whether a client may never be selected: not all are in a round, or some join late or never.
         members: how many of them, the first ones, can be selected in this round: others join later or never.
         round: the round, from 1.
         report: numbers that the method reports of this round, for the tables of the run.
@@ -39,6 +42,7 @@ class Server(dict[str, Tensor]):
 
     def __init__(
         self,
+        task: Task,
         module: nn.Module,
         settings: Settings,
         clients: int,
@@ -47,7 +51,9 @@ class Server(dict[str, Tensor]):
     ) -> None:
         """See the class."""
         super().__init__()
+        self.task = task
         self.clients = self.members = clients
+        self.partial = settings.participation < 1 or settings.new_clients > 0
         self.round = 0
         self.report: dict[str, float] = {}
         self.auxiliary, self.held_out = auxiliary, held_out

@@ -80,12 +80,15 @@ class RunState:
         self.dropped_last: list[int] = []
         self.reports = ClientReports(clients)
 
-    def content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a checkpoint holds: what JSON can say, of a size that does not grow with the rounds, and tensors."""
+    def content(self, clients: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a checkpoint holds: what JSON can say, of a size that does not grow with the rounds, and tensors.
+
+        Without ``clients`` what these keep is left out: the engine has written it.
+        """
         rounds, in_flight = self.rounds.state()
         parts = {
             "server": dict(self.server),
-            "clients": self.engine.state(),
+            "clients": self.engine.state() if clients else {},
             "rounds": in_flight,
             "reports": self.reports.tensors(),
         }

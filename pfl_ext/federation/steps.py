@@ -8,21 +8,30 @@ from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from pfl_ext.ops import lwsam_perturb_, restore_
+from pfl_ext.nn import Row
+from pfl_ext.ops import lwsam_perturb_, restore_, train_step_
+from pfl_ext.ops.training import is_native
 from pfl_ext.optim.proximal import momentum_step_
+from pfl_ext.tasks import Classification
 
-from .client import Batch, Client, classification_loss
+from .client import Batch, Client
+from .graphs import RecordedSteps
 from .method import Method
+from .optimizers import made_optimizer, scheduled
 from .privacy import PRIVATE_STEPS, epsilon, private_gradients, sampling
 
 __all__ = ["Loss", "Perturb", "Steps", "fine_tune", "local_length", "mean_loss", "sam"]
 
 Loss: TypeAlias = Callable[[Tensor, Batch], Tensor]
-"""What is trained, as a function of the logits and the batch."""
+"""What is trained, as a function of the network's outputs and the batch."""
 
 Perturb: TypeAlias = Callable[[list[Tensor], list[Tensor], Tensor | None], Tensor]
 """Moves parameters by their gradients; takes the backup of an earlier step, if any, and returns this step's."""
+
+_MOST_ROWS = 64
+"""Torch's products of matrices are made for larger batches: a step of the CNN on 64 samples takes as long with both."""
 
 
 class Length(TypedDict, total=False):
@@ -35,10 +44,6 @@ class Length(TypedDict, total=False):
 def local_length(method: Method) -> Length:
     """How long a client trains in a round of this method."""
     return {"steps": method.local_steps} if method.local_steps else {"epochs": method.local_epochs}
-
-
-def _labels(logits: Tensor, batch: Batch) -> Tensor:
-    return classification_loss(logits, batch.targets)
 
 
 def sam(rho: float) -> Perturb | None:
@@ -63,13 +68,21 @@ class Steps:
         anchor: w, a state of the whole model or a tensor for each parameter.
         lam: :math:`\lambda`.
         perturb: moves v before a second gradient of the same batch, which the step then takes; see :func:`sam`.
-        clip: the largest norm of a step's gradient of L, which is shortened to it; 0: any.
         add: a, a tensor for each parameter, such as a control variate; None: nothing. It is added after clipping and
             after the noise of differential privacy.
+        expected: how many steps a turn has, for a step size that changes over them; by default a step for each of the
+            batches of the method's turn.
+
+    The optimiser is the method's. Of Adam and others the gradient has the proximal term in it, and their state lives
+    for the turn, as momentum does. Gradients of L are shortened to the method's ``clip``, whoever takes the step.
 
     Attributes:
         params: what is trained.
         taken: how many steps were taken.
+        accumulated: :math:`\|a\|_1`, how often all gradients together are in what the steps of SGD changed, in units of
+            the step size: the s-th of :math:`\tau` gradients with momentum :math:`\rho` and the step size
+            :math:`\eta f_s` is in it :math:`a_s = \sum_{r \ge s} f_r \rho^{r - s}` times. Without either it is
+            ``taken``.
     """
 
     def __init__(
@@ -83,8 +96,8 @@ class Steps:
         anchor: Tensor | Sequence[Tensor] | None = None,
         lam: float = 0.0,
         perturb: Perturb | None = None,
-        clip: float = 0.0,
         add: Sequence[Tensor] | None = None,
+        expected: int | None = None,
     ) -> None:
         """See the class."""
         self.client, self.method = client, method
@@ -102,53 +115,147 @@ class Steps:
             "weight_decay": method.weight_decay if weight_decay is None else weight_decay,
             "lam": lam,
         }
-        self._perturb, self._clip = perturb, clip
+        self._optimizer = made_optimizer(
+            method.optimizer, self.params, self._options["lr"], self._options["weight_decay"]
+        )
+        self._perturb, self._expected = perturb, expected
+        self._row = self._row_in_one_call()
         self._backup: Tensor | None = None
-        self.taken = 0
+        self._scheduled = method.lr_steps != "constant" or method.lr_warmup_steps > 0
+        self._of_round = self._round_factor()
+        self.taken, self.accumulated, self._along = 0, 0.0, 0.0
 
-    def gradients(self, batch: Batch, loss: Loss = _labels) -> tuple[Tensor, list[Tensor]]:
+    def _round_factor(self) -> float:
+        """What the step size is multiplied with in this round; a turn after the last round is in none."""
+        client, m = self.client, self.method
+        if client.stage == "finish":
+            return 1.0
+        return scheduled(m.lr_rounds, client.round - 1, client.rounds, m.lr_warmup_rounds, m.lr_drop_every, m.lr_drop)
+
+    def _factor(self) -> float:
+        """What the step size of the next step is multiplied with."""
+        if not self._scheduled:
+            return self._of_round
+        m = self.method
+        if self._expected is None:
+            self._expected = self.client.steps_of(m.batch_size, **local_length(m))
+        return self._of_round * scheduled(
+            m.lr_steps, self.taken, self._expected, m.lr_warmup_steps, m.lr_drop_every, m.lr_drop
+        )
+
+    def gradients(self, batch: Batch, loss: Loss | None = None) -> tuple[Tensor, list[Tensor]]:
         """The loss of a batch, without a graph, and its gradients in the parameters."""
-        objective = loss(self.client.model(batch.inputs), batch)
+        outputs = self.client.model(batch.inputs)
+        objective = self.client.task.loss(outputs, batch.targets) if loss is None else loss(outputs, batch)
         return objective.detach(), list(torch.autograd.grad(objective, self.params, materialize_grads=True))
 
     def step(self, gradients: list[Tensor]) -> None:
-        """A step along these gradients."""
+        """A step along these gradients of L."""
         if self.taken == 0:
             self.client.trains(self.params)
+        if self.method.clip != 0:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            # As torch's clip_grad_norm_, but not in place: autograd may have given one tensor to two parameters.
+            gradients = list(torch._foreach_mul(gradients, (self.method.clip / (norm + 1e-6)).clamp(max=1.0)))
         if self._add is not None:
             # Not in place: two parameters that are added up may have one gradient between them.
             gradients = list(torch._foreach_add(gradients, self._add))
-        momentum_step_(
-            self.params, gradients, self._anchors, self._momentum, momentum=self.method.momentum, **self._options
-        )
-        self.taken += 1
+        factor, momentum = self._factor(), self.method.momentum
+        if self._optimizer is None:
+            options = self._options if factor == 1 else {**self._options, "lr": factor * self._options["lr"]}
+            momentum_step_(self.params, gradients, self._anchors, self._momentum, momentum=momentum, **options)
+        else:
+            self._step_of(self._optimizer, gradients, factor)
+        self._count(factor)
 
-    def take(self, batch: Batch, loss: Loss = _labels) -> Tensor:
+    def _count(self, factor: float) -> None:
+        """A step was taken."""
+        self.taken += 1
+        self._along = self.method.momentum * self._along + 1
+        self.accumulated += factor * self._along
+
+    @torch.no_grad()
+    def _step_of(self, optimizer: Optimizer, gradients: list[Tensor], factor: float) -> None:
+        """A step of torch's or of the user's."""
+        if self._anchors:
+            apart = torch._foreach_sub(self.params, list(self._anchors))
+            gradients = list(torch._foreach_add(gradients, apart, alpha=self._options["lam"]))
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        for p, g in zip(self.params, gradients, strict=True):
+            p.grad = g
+        optimizer.step()
+        for p in self.params:
+            p.grad = None
+
+    def _row_in_one_call(self) -> Row | None:
+        """The network, if whole steps of it can be taken in one native call: plain SGD on the cross-entropy."""
+        client, method, row = self.client, self.method, self.client.model.row
+        plain = self._optimizer is None and method.clip == 0 and self._add is None and self._perturb is None
+        if row is None or not plain or not client.fused_steps or type(client.task) is not Classification:
+            return None
+        every = [p is q for p, q in zip(self.params, client.model.trained, strict=False)]
+        whole = all(every) and len(every) == len(self.params) == 2 * len(row.layers)
+        smooth = client.task.label_smoothing != 0
+        return row if whole and not smooth and row.is_plain() and is_native(client.model.dtype) else None
+
+    def _taken_in_one_call(self, batch: Batch, row: Row) -> Tensor | None:
+        """A whole step without autograd; None, and nothing done, where the batch is not one for it."""
+        x = batch.inputs
+        images = row.layers[0] == "conv_pool_relu"
+        if not isinstance(x, Tensor) or not 0 < len(x) <= _MOST_ROWS or x.dtype != self.client.model.dtype:
+            return None
+        if not images and x.dim() != 2:
+            if not row.flattens:
+                return None
+            x = x.flatten(1)
+        if self.taken == 0:
+            self.client.trains(self.params)
+        factor, momentum, first = self._factor(), self.method.momentum, self._momentum[0] is None
+        if momentum != 0 and first:
+            self._momentum = [torch.empty_like(p) for p in self.params]
+        loss = train_step_(
+            self.params,
+            x,
+            batch.targets,
+            row.layers,
+            factor * self._options["lr"],
+            anchors=list(self._anchors),
+            lam=self._options["lam"],
+            momentum=momentum,
+            weight_decay=self._options["weight_decay"],
+            momentum_buffers=[m for m in self._momentum if m is not None],
+            first=first,
+        )
+        self._count(factor)
+        return loss
+
+    def take(self, batch: Batch, loss: Loss | None = None) -> Tensor:
         """A whole step on a batch; returns the loss where it began."""
+        if self._row is not None and loss is None:
+            objective = self._taken_in_one_call(batch, self._row)
+            if objective is not None:
+                return objective
         objective, gradients = self.gradients(batch, loss)
         if self._perturb is not None:
             self._backup = self._perturb(self.params, gradients, self._backup)
             _, gradients = self.gradients(batch, loss)
             restore_(self.params, self._backup)
-        self._clipped_step(gradients)
+        self.step(gradients)
         return objective
 
-    def _clipped_step(self, gradients: list[Tensor]) -> None:
-        if self._clip != 0:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            # As torch's clip_grad_norm_, but not in place: autograd may have given one tensor to two parameters.
-            gradients = list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
-        self.step(gradients)
-
-    def train(self, loss: Loss = _labels, *, epochs: int | None = None, batches: str = "batches") -> float:
+    def train(
+        self, loss: Loss | None = None, *, epochs: int | None = None, steps: int = 0, batches: str = "batches"
+    ) -> float:
         r"""Steps on L for a turn's length.
 
         Where the run is differentially private the gradients are those of :func:`~.privacy.private_gradients`; the
-        proximal term, momentum and weight decay see nothing of the data but them.
+        proximal term, momentum, weight decay and the optimiser see nothing of the data but them.
 
         Args:
-            loss: L; by default the loss of the labels.
-            epochs: passes over the data in place of the method's ``local_epochs`` or ``local_steps``.
+            loss: L; by default that of the task.
+            epochs, steps: passes over the data, or so many steps, in place of the method's ``local_epochs`` or
+                ``local_steps``.
             batches: the stream that orders the batches.
 
         Returns:
@@ -156,31 +263,41 @@ class Steps:
         """
         client, method = self.client, self.method
         length: Length = local_length(method) if epochs is None else {"epochs": epochs}
+        if steps:
+            length = {"steps": steps}
+        if self._expected is None and self._scheduled:
+            self._expected = client.steps_of(method.batch_size, **length)
         client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
-        return mean_loss(self.take(batch, loss) for batch in client.batches(method.batch_size, name=batches, **length))
+        # A loss of the method's own may draw numbers on the host, which a replay would not see.
+        recorded = RecordedSteps(self) if client.graphs and loss is None else None
+        given = client.batches(method.batch_size, name=batches, **length)
+        return mean_loss(self.take(batch, loss) if recorded is None else recorded(batch) for batch in given)
 
-    def _train_privately(self, loss: Loss, length: Length, batches: str) -> list[Tensor]:
+    def _train_privately(self, loss: Loss | None, length: Length, batches: str) -> list[Tensor]:
         """The same by DP-SGD; returns the losses."""
         client, method, privacy = self.client, self.method, self.client.privacy
         assert privacy is not None
-        if loss is not _labels or self._perturb is not None:
+        if loss is not None or self._perturb is not None:
             raise ValueError(
-                "differential privacy is for plain SGD on the labels: this training has another loss or steps"
+                "differential privacy is for steps on the loss of the task: this training has another loss, or takes a "
+                "gradient elsewhere"
             )
         rate, _ = sampling(client.samples, method.batch_size)
         noise, losses = client.stream(f"{batches}/noise"), []
         for batch in client.poisson_batches(method.batch_size, name=batches, **length):
             objective, gradients = private_gradients(
-                client.model, self.params, batch.inputs, batch.targets, classification_loss, privacy,
+                client.model, self.params, batch.inputs, batch.targets, client.task.loss, privacy,
                 client.samples * rate, noise,
             )  # fmt: skip
-            self._clipped_step(gradients)
+            self.step(gradients)
             losses.append(objective)
-        # One sum of all steps, whatever they trained.
-        client[PRIVATE_STEPS] = client[PRIVATE_STEPS] + len(losses)
-        client.report["epsilon"] = epsilon(rate, privacy.dp_noise, int(client[PRIVATE_STEPS]), privacy.dp_delta)
+        # One sum of all steps, whatever they trained; and one of those before the upload.
+        taken = torch.tensor([len(losses), len(losses) * (client.stage == "train")])
+        client[PRIVATE_STEPS] = client[PRIVATE_STEPS] + taken
+        for name, steps in zip(("epsilon", "epsilon_sent"), client[PRIVATE_STEPS].tolist(), strict=True):
+            client.report[name] = epsilon(rate, privacy.dp_noise, int(steps), privacy.dp_delta)
         return losses
 
 
@@ -188,7 +305,7 @@ def mean_loss(losses: Iterable[Tensor]) -> float:
     """The mean of the losses of a turn's steps, NaN without any. Read once, at the end: a step waits for nothing."""
     total, steps = torch.zeros(()), 0
     for loss in losses:
-        total = total.to(loss.device) if steps == 0 else total
+        total = torch.zeros((), device=loss.device) if steps == 0 else total
         total += loss
         steps += 1
     return float(total) / steps if steps else math.nan

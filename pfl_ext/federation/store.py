@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .mapped import MappedTensor
 
-__all__ = ["ClientStore"]
+__all__ = ["ClientStore", "merged"]
 
 
 class ClientStore:
@@ -118,3 +118,14 @@ class ClientStore:
             self._written[name].zero_()
             for client, row in zip(tensors[f"{name}/clients"].tolist(), tensors[f"{name}/rows"], strict=True):
                 self.write(client, name, row)
+
+
+def merged(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What the stores of several places hold, each of other clients, as one store of all clients has it."""
+    found: dict[str, Tensor] = {}
+    for label in parts[0]:
+        name = label.rpartition("/")[0]
+        clients = torch.cat([part[f"{name}/clients"] for part in parts])
+        every = torch.cat([part[label] for part in parts])
+        found[label] = every[clients.argsort().to(every.device)]
+    return found

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pfl_ext.data import Dataset
 from pfl_ext.ops import weighted_average
 
 from .mapped import MappedTensor, opened
 from .messages import Vector
+from .model import WorkingModel
 
-__all__ = ["Here", "Uploads", "VectorAccess"]
+__all__ = ["Here", "Uploads", "VectorAccess", "outputs_of"]
 
+_FORWARD_BATCH = 256  # samples a forward pass of an uploaded model takes; fixed, as the last bits depend on it
 _PIECES = 1 << 28  # bytes of all clients' pieces together, where uploads are in files
 
 
@@ -30,6 +34,9 @@ class VectorAccess(Protocol):
     def fetch(self, vector: Vector) -> Tensor:
         """A vector itself."""
 
+    def outputs(self, vectors: Sequence[Vector], model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
+        """What a model makes of samples with each of these vectors as its state: those of :func:`outputs_of`."""
+
     def release(self, vector: Vector) -> None:
         """That vector is not needed any more."""
 
@@ -39,6 +46,14 @@ def _average(vectors: Sequence[Tensor], weights: Sequence[float], normalize: boo
     return found[0]
 
 
+@torch.no_grad()
+def outputs_of(model: WorkingModel, state: Tensor, data: Dataset, rows: Tensor) -> Tensor:
+    """What a model of that state, in evaluation mode, makes of samples of a dataset."""
+    model.load(state)
+    model.module.eval()
+    return torch.cat([model(data.batch(part)[0]) for part in rows.split(_FORWARD_BATCH)])
+
+
 class Here:
     """Vectors in this process's memory, or in files that it sees."""
 
@@ -46,23 +61,31 @@ class Here:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""
         files = [vector for vector in vectors if isinstance(vector, MappedTensor)]
         if len(files) < len(vectors):
-            return _average([opened(vector) for vector in vectors], weights, normalize)
+            return _average([self.fetch(vector) for vector in vectors], weights, normalize)
         size = files[0].numel()
         step = max(1, _PIECES // (len(files) * files[0].dtype.itemsize))
         pieces = [
             _average([file.read(begin, min(step, size - begin)) for file in files], weights, normalize)
             for begin in range(0, size, step)
         ]
-        return torch.cat(pieces) if pieces else self.fetch(files[0])
+        return torch.cat(pieces).view(files[0].shape) if pieces else self.fetch(files[0])
 
     def fetch(self, vector: Vector) -> Tensor:
         """The vector, mapped where it is in a file."""
         return opened(vector)
 
+    def outputs(self, vectors: Sequence[Vector], model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
+        """By the model that is given, one vector after the other."""
+        return [outputs_of(model, self.fetch(vector), data, rows) for vector in vectors]
+
     def release(self, vector: Vector) -> None:
         """Remove its file, where it has one."""
         if isinstance(vector, MappedTensor):
             vector.path.unlink(missing_ok=True)
+
+    def save(self, stem: Path) -> list[Path]:
+        """No files of its own: what clients keep is in the engine's ``state()``."""
+        return []
 
 
 class Uploads:
@@ -82,16 +105,22 @@ class Uploads:
         vectors: Sequence[Mapping[str, Vector]],
         staleness: list[int] | None = None,
         access: VectorAccess | None = None,
+        weighting: str = "paper",
     ) -> None:
         """Made by the round."""
+        self._weighting = weighting
         self.clients, self.samples, self._vectors = clients, samples, vectors
         self.staleness = [0] * len(clients) if staleness is None else staleness
         self._access: VectorAccess = Here() if access is None else access
 
     def average(self, name: str = "model", *, equally: bool = False) -> Tensor:
-        r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their plain mean."""
-        weights = [1] * len(self) if equally else self.samples
-        return self._access.average([vectors[name] for vectors in self._vectors], weights)
+        r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their mean (:meth:`weights`)."""
+        return self._access.average([vectors[name] for vectors in self._vectors], self.weights(equally=equally))
+
+    def weights(self, *, equally: bool = False) -> list[int]:
+        """n_k of each client, or 1: as the method's paper has it, unless its option ``weighting`` says otherwise."""
+        alike = equally if self._weighting == "paper" else self._weighting == "equal"
+        return [1] * len(self) if alike else self.samples
 
     def sum(self, name: str, weights: Sequence[float]) -> Tensor:
         r""":math:`\sum_k a_k w_k` with weights of the method's own."""
@@ -100,6 +129,22 @@ class Uploads:
     def each(self, name: str) -> list[Tensor]:
         """The vectors themselves, one a client. An average asks for less: the clients' vectors may be elsewhere."""
         return [self._access.fetch(vectors[name]) for vectors in self._vectors]
+
+    def outputs(self, name: str, model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
+        """What the clients' models, whose states were sent, make of samples: each computed where the client is.
+
+        Args:
+            name: of the states.
+            model: of the server; it may be used, and holds any state afterwards.
+            data: of the server.
+            rows: indices of its samples.
+        """
+        return self._access.outputs([vectors[name] for vectors in self._vectors], model, data, rows)
+
+    def one_by_one(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """Each client and its vector, which is fetched when its turn comes: never are all in memory for this."""
+        for client, vectors in zip(self.clients, self._vectors, strict=True):
+            yield client, self._access.fetch(vectors[name])
 
     def __len__(self) -> int:
         """How many clients sent something."""

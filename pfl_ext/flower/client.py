@@ -16,7 +16,9 @@ from torch import Tensor
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.federation import Client, ClientRuntime, Method, Plan, Settings, stream, threads
 from pfl_ext.federation.mapped import opened
+from pfl_ext.federation.method import Models
 from pfl_ext.options import of_signature
+from pfl_ext.tasks import Task
 
 from .arrays import copied, record_of
 from .parts import Given, Network, Parts, Whole, network_digest
@@ -35,6 +37,7 @@ def client_app(
     network: Network | None = None,
     settings: Settings | None = None,
     data: Whole | None = None,
+    task: Task | None = None,
     own_data: OwnData | None = None,
 ) -> ClientApp:
     """A Flower app of a client that carries out requests of :func:`~.server.server_app`.
@@ -44,10 +47,10 @@ def client_app(
     part of the run's data, as in a simulation. What it keeps between rounds is in ``context.state``.
 
     Args:
-        method, network, settings, data: as for the server.
+        method, network, settings, data, task: as for the server.
         own_data: loads the node's own samples in place of ``data`` of its configuration.
     """
-    given = Given(method, network, settings, data)
+    given = Given(method, network, settings, data, task)
     app = ClientApp()
 
     def reply(message: Message, context: Context) -> Message:
@@ -66,10 +69,10 @@ class _Runtime(ClientRuntime):
     shared: Tensor | None = None
     """The global model."""
 
-    def models(self, client: Client, received: Any) -> dict[str, Tensor]:
+    def models(self, client: Client, received: Any) -> Models:
         """A client's models by name, the global one first."""
-        found = {} if self.shared is None else {"global": self._with_own_buffers(client, self.shared)}
-        return found | self.method.models(client, received)
+        found: Models = {} if self.shared is None else {"global": self._with_own_buffers(client, self.shared)}
+        return found | dict(self.method.models(client, received))
 
 
 @functools.lru_cache(maxsize=1)
@@ -151,7 +154,9 @@ class _Node:
         parts, experiment = self.parts, self.parts.experiment
         tests = {} if experiment is None or self.own else experiment.make_extra_tests(self.dataset)
         module = parts.network(self.dataset)
-        plan = Plan.of(parts.method, module, self.dataset, self.partition, parts.settings, tests, None)
+        plan = Plan.of(
+            parts.method, parts.task(self.dataset), module, self.dataset, self.partition, parts.settings, tests, None
+        )
         plan = dataclasses.replace(plan, rows={self.client: plan.rows[self.position]})
         return _Runtime(plan, self._store(plan))
 

@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.experiment import SECTIONS, Experiment
+from pfl_ext.experiment import Experiment
 from pfl_ext.federation import Method, Settings, WorkingModel
+from pfl_ext.sections import SECTIONS
+from pfl_ext.tasks import Task, task_of
 
 __all__ = ["Given", "Network", "Parts", "Whole", "network_digest"]
 
@@ -24,9 +26,10 @@ Whole = Callable[[], tuple[Dataset, Partition]]
 
 @dataclass(frozen=True)
 class Parts:
-    """Method, settings, network and data of a run."""
+    """Method, task, settings, network and data of a run."""
 
     method: Method
+    task: Callable[[Dataset], Task]
     settings: Settings
     network: Network
     whole: Whole
@@ -48,6 +51,8 @@ class Given:
     network: Network | None = None
     settings: Settings | None = None
     data: Whole | None = None
+    task: Task | None = None
+    """None: what the targets are for."""
 
     def parts(self, config: Mapping[str, Any]) -> Parts:
         """The parts of a run with this configuration.
@@ -56,15 +61,19 @@ class Given:
             ValueError: it is not one of a run.
         """
         if self.method and self.network and self.settings and self.data:
-            return Parts(self.method, self.settings, self.network, self.data, None)
+            return Parts(self.method, self._task, self.settings, self.network, self.data, None)
         experiment = _experiment(config, named=self.method is None)
         return Parts(
             self.method or experiment.make_method(),
+            experiment.make_task if self.task is None else self._task,
             self.settings or experiment.settings,
             self.network or experiment.make_network,
             self.data or experiment.make_data,
             experiment if self == Given() else None,
         )
+
+    def _task(self, dataset: Dataset) -> Task:
+        return self.task or task_of(dataset)
 
 
 def _experiment(config: Mapping[str, Any], named: bool) -> Experiment:

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Method, Settings
 from pfl_ext.runs import has_results, run_in
+from pfl_ext.tasks import Task
 
 from .engine import GridEngine, Introduction
 from .parts import Given, Network, Parts, Whole, network_digest
@@ -29,6 +30,7 @@ def server_app(
     network: Network | None = None,
     settings: Settings | None = None,
     data: Whole | None = None,
+    task: Task | None = None,
     folder: Path | str | None = None,
     resume: bool = False,
 ) -> ServerApp:
@@ -42,10 +44,11 @@ def server_app(
         network: makes the network of a dataset, with its initial weights.
         settings: the rest of the run.
         data: loads all clients' data, for a simulation. Where nodes have their own, it is not called.
+        task: what is learned; by default what the targets are for.
         folder: where checkpoints go; by default what ``flower.output`` of the configuration names.
         resume: go on from the newest good checkpoint there, as does ``flower.resume`` of the configuration.
     """
-    given = Given(method, network, settings, data)
+    given = Given(method, network, settings, data, task)
     app = ServerApp()
 
     @app.main()
@@ -97,6 +100,7 @@ def _run_given(
         dataset,
         partition,
         parts.settings,
+        task=parts.task(dataset),
         engine=engine,
         folder=output or None,
         resume=resume,

@@ -9,6 +9,7 @@
 ``resnet50``     23,528,522                                                  SCD on iNaturalist
 ``wide-resnet``  28-10, 36,479,194                                           PLGU on CIFAR-100, TinyImageNet
 ``vit``          ViT-S/16, 21,669,514 at 224 px                              PerAda under differential privacy
+``char-...``     ``char-transformer``, 113,609 for 73 characters             text, for all of them
 ===============  ==========================================================  ==========================================
 
 Every one of them takes the options of :func:`build`: weights from a file, adapters, a frozen backbone.
@@ -17,7 +18,8 @@ Every one of them takes the options of :func:`build`: weights from a file, adapt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -27,8 +29,10 @@ from torch.nn import functional as F
 
 from .adapters import add_adapters, freeze_backbone
 from .fused import FusedSequential
-from .pretrained import load_pretrained
+from .libraries import library_network
+from .pretrained import load_pretrained, read_weights
 from .resnet import resnet18, resnet34, resnet50, wide_resnet
+from .text import char_transformer
 from .vit import vit
 
 __all__ = ["NETWORKS", "build", "cnn", "lenet", "mlp"]
@@ -51,7 +55,8 @@ def _after_two_stages(side: int, network: str) -> int:
 
 def mlp(input_shape: Sequence[int], classes: int, hidden: int = 100) -> nn.Sequential:
     """One hidden layer with ReLU, for inputs of any shape."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    linear = (nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    return FusedSequential(nn.Flatten(), *linear)
 
 
 def _two_stages(shape: Sequence[int], network: str, first: int, second: int) -> tuple[list[nn.Module], int]:
@@ -87,10 +92,10 @@ class ScaledInput:
     channels: int = 0
     """How many, of one; 0: as they are."""
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, shape: Any) -> Any:
         """The shape of an image inside."""
         if not (self.size or self.channels):
-            return tuple(shape)
+            return shape
         if len(shape) != 3 or self.size < 0 or (self.channels and shape[0] not in (1, self.channels)):
             raise ValueError(
                 f"images {list(shape)} to {self.channels} channels and the size {self.size}; accepted are images "
@@ -115,6 +120,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": resnet50,
     "wide-resnet": wide_resnet,
     "vit": vit,
+    "char-transformer": char_transformer,
 }
 """A network's name and the function of (input shape without the batch, number of classes) that builds it.
 
@@ -123,16 +129,19 @@ Keyword arguments are the network's own options, explained in ``typing.Annotated
 
 def build(
     name: str,
-    input_shape: Sequence[int],
+    input_shape: Any,
     classes: int,
     generator: torch.Generator,
+    weights: Mapping[str, Tensor] | None = None,
     *,
     input_size: Annotated[
         int, "scale images to this height and width on their way into the network; 0: as they are"
     ] = 0,
     input_channels: Annotated[int, "give grey images so many equal channels (3 for pretrained weights); 0: as are"] = 0,
     pretrained: Annotated[
-        str | None, "weights to begin with: a safetensors or torch file, or torchvision:ResNet18_Weights.IMAGENET1K_V1"
+        str | None,
+        "weights to begin with: a safetensors or torch file, the folder of a run (its global model), or "
+        "torchvision:ResNet18_Weights.IMAGENET1K_V1",
     ] = None,
     pretrained_statistics: Annotated[bool, "load running statistics too (PerAda's official code: no)"] = True,
     adapters: Annotated[bool, "put residual adapters into the blocks"] = False,
@@ -152,10 +161,11 @@ def build(
     Adapters are drawn last, so the network's own weights are the same with and without.
 
     Args:
-        name: one of :data:`NETWORKS`.
-        input_shape: without the batch.
-        classes: how many.
+        name: one of :data:`NETWORKS`, ``torchvision:NAME`` or ``timm:NAME``.
+        input_shape: without the batch; of several tensors a nest of shapes.
+        classes: how many; or how many numbers are predicted.
         generator: gives the weights.
+        weights: those that ``pretrained`` names, where the caller has read them.
         input_size, input_channels: see :class:`ScaledInput`. Data stay as they are: CIFAR-10 at 224 px takes 9 GB.
         pretrained, pretrained_statistics: see :func:`load_pretrained`.
         adapters, adapter_dropout, adapter_width: see :func:`add_adapters`.
@@ -167,14 +177,26 @@ def build(
             "without the pretrained statistics those of frozen batch normalisation would stay at 0 and 1: "
             "use frozen_statistics=false with pretrained_statistics=false"
         )
+    if freeze == "backbone" and pretrained is None:
+        warnings.warn(
+            "the backbone is frozen with random weights, so that results mean little: name weights to begin with "
+            "(pretrained, --network-pretrained FILE)",
+            stacklevel=2,
+        )
     scaled = ScaledInput(input_size, input_channels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        network = NETWORKS[name](scaled.shape(input_shape), classes, **own)
-        if pretrained is not None:
-            load_pretrained(network, pretrained, pretrained_statistics)
+        make = library_network(name) or NETWORKS[name]
+        network = make(scaled.shape(input_shape), classes, **own)
+        if weights is None and pretrained is not None:
+            weights = read_weights(pretrained)
+        adapted = adapters and any(".adapter." in tensor for tensor in weights or ())  # it was saved with adapters
+        if weights is not None and not adapted:
+            load_pretrained(network, weights, pretrained_statistics, str(pretrained))
         if adapters:
             add_adapters(network, adapter_dropout, adapter_width)
+        if weights is not None and adapted:
+            load_pretrained(network, weights, pretrained_statistics, str(pretrained))
     if input_size or input_channels:
         network.register_forward_pre_hook(scaled)
     return freeze_backbone(network, frozen_statistics) if freeze == "backbone" else network

@@ -71,7 +71,9 @@ def read_weights(source: str | Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def load_pretrained(network: nn.Module, source: str | Path, statistics: bool = True) -> list[str]:
+def load_pretrained(
+    network: nn.Module, source: str | Path | Mapping[str, Tensor], statistics: bool = True, name: str = ""
+) -> list[str]:
     """Set a network's weights to those of a file or of torchvision, converted to its type; it is changed.
 
     The head stays as it is where the file has none or one for other classes. A position embedding for images of another
@@ -79,8 +81,9 @@ def load_pretrained(network: nn.Module, source: str | Path, statistics: bool = T
 
     Args:
         network: before it gets adapters.
-        source: see :func:`read_weights`.
+        source: see :func:`read_weights`; or the tensors by their names.
         statistics: load running statistics too. Without (as in PerAda's official code) they begin at 0 and 1.
+        name: what messages call the source; by default itself.
 
     Returns:
         The names of the tensors that were not loaded.
@@ -89,7 +92,8 @@ def load_pretrained(network: nn.Module, source: str | Path, statistics: bool = T
         ValueError: tensors are missing, unexpected, of another shape, no real numbers or not finite; nothing is changed
             then.
     """
-    given = read_weights(source)
+    given = dict(source) if isinstance(source, Mapping) else read_weights(source)
+    label = name or ("what was given" if isinstance(source, Mapping) else str(source))
     ours = network.state_dict()
     if _POSITIONS in ours and "pos_embed" in given:
         given = {_torchvision_name(name): tensor for name, tensor in given.items()}
@@ -121,7 +125,7 @@ def load_pretrained(network: nn.Module, source: str | Path, statistics: bool = T
         hint = ""
         if unexpected and all(name.endswith(_STATISTICS) for name in unexpected):
             hint = ". The network keeps no running statistics: leave them out (pretrained_statistics=false)"
-        raise ValueError(f"{source} does not fit this {type(network).__name__}: {'; '.join(problems)}{hint}")
+        raise ValueError(f"{label} does not fit this {type(network).__name__}: {'; '.join(problems)}{hint}")
     network.load_state_dict(given, strict=False)
     return [name for name in ours if name not in given]
 

@@ -4,11 +4,14 @@ from .averaging import StreamingAverage, all_finite, server_update, weighted_ave
 from .convolution import conv_pool_relu
 from .distillation import distillation_loss, ensemble_distillation_loss, ensemble_logits
 from .linear import linear_relu
+from .prepared import Prepared, prepare
 from .proximal import proximal_sgd_step_, squared_distance
 from .sharpness import layer_groups, lwsam_perturb_, personalization_scores, restore_
 from .spectral import SpectralTeacher, spectral_divergence, spectrum
+from .training import train_step_
 
 __all__ = [
+    "Prepared",
     "SpectralTeacher",
     "StreamingAverage",
     "all_finite",
@@ -20,11 +23,13 @@ __all__ = [
     "linear_relu",
     "lwsam_perturb_",
     "personalization_scores",
+    "prepare",
     "proximal_sgd_step_",
     "restore_",
     "server_update",
     "spectral_divergence",
     "spectrum",
     "squared_distance",
+    "train_step_",
     "weighted_average",
 ]

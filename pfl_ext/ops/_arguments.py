@@ -21,6 +21,7 @@ __all__ = [
     "without_gradients",
 ]
 
+# In the order of DType in csrc/common/numeric.h.
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -29,12 +30,25 @@ def accumulate_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class _GradientsOff(AbstractContextManager[None]):
+    """``torch.no_grad()`` for where gradients are on: entering and leaving that takes 1 us, this 0.2."""
+
+    def __enter__(self) -> None:
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(True)
+
+
 _nothing: AbstractContextManager[object] = nullcontext()
+_off = _GradientsOff()
 
 
 def without_gradients() -> AbstractContextManager[object]:
-    """``torch.no_grad()`` where it is needed: entering it takes longer than updating a small tensor."""
-    return torch.no_grad() if torch.is_grad_enabled() else _nothing
+    """Turns gradients off where they are on. Models have small tensors: it must not take longer than updating one."""
+    if not torch.is_grad_enabled():
+        return _nothing
+    return torch.no_grad() if torch.compiler.is_compiling() else _off
 
 
 def describe(x: object) -> str:

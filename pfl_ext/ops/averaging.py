@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from ._arguments import (
     FLOATS,
@@ -34,6 +35,7 @@ from ._arguments import (
     without_gradients,
 )
 from ._declare import declare
+from .prepared import Prepared
 
 __all__ = ["StreamingAverage", "all_finite", "server_update", "weighted_average"]
 
@@ -167,25 +169,28 @@ _server_update = declare(
 )
 
 
-def _accumulate_check(sums: list[Tensor], client: list[Tensor], weight: float) -> None:
+def _accumulate_check(sums: list[Tensor], client: list[Tensor], weight: float, type: int = -1) -> None:
     if len(sums) != len(client):
         raise ValueError(f"{len(client)} client tensors for {len(sums)} sums")
     for t, (total, x) in enumerate(zip(sums, client, strict=True)):
         expected = (x.shape, accumulate_type(x.dtype), x.device)
         check_device("sums", sums, t)
+        if type >= 0 and x.dtype != FLOATS[type]:
+            raise ValueError(f"tensor {t} of the client is {describe(x)}; {FLOATS[type]} is expected")
         if x.dtype not in FLOATS or (total.shape, total.dtype, total.device) != expected or not total.is_contiguous():
             raise ValueError(f"sum {t} is {describe(total)}, the client's tensor is {describe(x)}")
         check_dense(f"tensor {t} of the client", x)
 
 
-def _accumulate_reference(sums: list[Tensor], client: list[Tensor], weight: float) -> None:
-    _accumulate_check(sums, client, weight)
+def _accumulate_reference(sums: list[Tensor], client: list[Tensor], weight: float, type: int = -1) -> None:
+    _accumulate_check(sums, client, weight, type)
     for total, x in zip(sums, client, strict=True):
         total += weight * x.to(total.dtype)
 
 
+# The type is the place in FLOATS: a dtype takes longer to hand over than ten tensors.
 _accumulate = declare(
-    "accumulate_(Tensor(a!)[] sums, Tensor[] client, float weight) -> ()",
+    "accumulate_(Tensor(a!)[] sums, Tensor[] client, float weight, int type=-1) -> ()",
     reference=_accumulate_reference,
     fake=_accumulate_check,
 )
@@ -235,6 +240,8 @@ class _Model:
             model = model.state_dict()
         if type(model) is list:  # by far the most frequent form; the tests below are slow ones
             tensors = model
+        elif type(model) is Prepared:
+            return _Model(None, model.tensors)
         elif isinstance(model, Mapping):
             names, tensors = list(model.keys()), list(model.values())
         elif isinstance(model, Tensor):
@@ -652,46 +659,42 @@ class StreamingAverage:
         self._skipped_weight = 0.0
         self._first: _Model | None = None
         self._restore = _restorer(())
-        self._sums: list[Tensor] = []
         self._dtypes: list[torch.dtype] = []
         self._floating: list[int] = []
         self._integral: list[int] = []
+        # The sums of the floating tensors are views of one vector a type; those of integers stand alone.
+        self._sums: list[Tensor] = []
+        self._vectors: list[Tensor] = []
+        self._floating_sums: list[Tensor] = []
+        self._type = -1  # the number in FLOATS of the type of all tensors, if they have one
+        self._given = False
+        self._plain = False  # clients are lists of tensors of one floating type, and infinity is theirs to have
 
     def add(self, client: Model | Tensor, weight: float = 1.0) -> bool:
         """Add one client; False if it was skipped. An error leaves the average as it was."""
+        if type(client) is list and self._plain and self._added(client, weight):
+            return True
+        if self._given:
+            raise RuntimeError(
+                "the result was given, in the memory of the sums: add() comes before result(), or after "
+                "result(out=...), which leaves the sums as they are"
+            )
         weight = float(weight)
         number = self.clients + self.skipped
         what = f"client {number}"
         _check_weight(number, weight, self.normalize)
         model = _Model.of(client, what)
-        tensors = model.tensors
         first = self._first
         if first is None:
-            for t, x in enumerate(tensors):
-                if x.is_complex() or x.is_quantized or (x.is_floating_point() and x.dtype not in FLOATS):
-                    raise TypeError(_not_averaged(model, t))
-                check_dense(f"tensor {model.name(t)} of {what}", x)
+            self._check_first(model, what)
+            floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
         else:
-            model = model.like(first, what)
-            tensors = model.tensors
-            # Shapes and devices of the floating tensors are the op's to check; it cannot tell float16 from float32.
-            if [x.dtype for x in tensors] != self._dtypes or any(
-                (tensors[t].shape, tensors[t].device) != (self._sums[t].shape, self._sums[t].device)
-                for t in self._integral
-            ):
-                _explain([first, model], [])
-        floating = self._floating if first else [t for t, x in enumerate(tensors) if x.is_floating_point()]
-        values = [tensors[t] for t in floating]
-        if self.nonfinite != "propagate":
-            bad = _nonfinite(values).nonzero().flatten().tolist() if values else []
-            if bad and self.nonfinite == "raise":
-                raise ValueError(
-                    f"tensor {model.name(floating[bad[0]])} of {what} holds infinity or NaN; nonfinite='skip' skips it"
-                )
-            if bad:
-                self.skipped += 1
-                self._skipped_weight += 0.0 if self.normalize else weight
-                return False
+            model, floating = self._like_first(model, what), self._floating
+        values = model.tensors if len(floating) == len(model.tensors) else [model.tensors[t] for t in floating]
+        if self.nonfinite != "propagate" and self._has_nonfinite(model, floating, values, what):
+            self.skipped += 1
+            self._skipped_weight += 0.0 if self.normalize else weight
+            return False
         with without_gradients():
             if first is None:
                 self._begin(client, model, floating)
@@ -699,18 +702,64 @@ class StreamingAverage:
                 scaled = weight * self._scale
                 if scaled + self._weight > self._most:
                     scaled = self._in_other_units(weight, values)
-                _accumulate([self._sums[t] for t in floating], values, scaled)
+                _accumulate(self._floating_sums, values, scaled, self._type)
             except (RuntimeError, ValueError):
-                begun, self._first = self._first, first  # none again if this was the first client
+                like = model if first is None else self._template()
+                self._first = first  # none again if this was the first client
                 if self.normalize and self._weight == 0:
                     self._most = -1.0
-                _explain([begun or model, model], [])
+                _explain([like, model], [])
                 raise
             for t in self._integral:
-                self._sums[t] += scaled * tensors[t].double()
+                self._sums[t] += scaled * model.tensors[t].double()
+        self.clients += 1
+        self._weight += scaled
+        self._plain = self._type >= 0 and model.names is None and self.nonfinite == "propagate"
+        return True
+
+    def _added(self, tensors: list[Tensor], weight: float) -> bool:
+        """Add what needs no look but the op's; False, and nothing done, where something is out of the ordinary."""
+        scaled = weight * self._scale
+        if not (weight >= 0 and scaled + self._weight <= self._most):
+            return False
+        try:
+            with without_gradients():
+                _accumulate.overload(self._floating_sums, tensors, scaled, self._type)
+        except (RuntimeError, TypeError, ValueError):
+            return False
         self.clients += 1
         self._weight += scaled
         return True
+
+    @staticmethod
+    def _check_first(model: _Model, what: str) -> None:
+        for t, x in enumerate(model.tensors):
+            if x.dtype not in FLOATS and (x.is_floating_point() or x.is_complex() or x.is_quantized):
+                raise TypeError(_not_averaged(model, t))
+            if x.layout != torch.strided:
+                check_dense(f"tensor {model.name(t)} of {what}", x)
+
+    def _like_first(self, model: _Model, what: str) -> _Model:
+        """The model in the order of the first one. What floating tensors are like is for the op to check."""
+        assert self._first is not None
+        model = model.like(self._first, what)
+        if self._type >= 0:
+            return model
+        # Of tensors of several types the op cannot tell float16 from float32: both are added up in float32.
+        if [x.dtype for x in model.tensors] != self._dtypes or any(
+            (model.tensors[t].shape, model.tensors[t].device) != (self._sums[t].shape, self._sums[t].device)
+            for t in self._integral
+        ):
+            _explain([self._template(), model], [])
+        return model
+
+    def _has_nonfinite(self, model: _Model, floating: list[int], values: list[Tensor], what: str) -> bool:
+        bad = _nonfinite(values).nonzero().flatten().tolist() if values else []
+        if bad and self.nonfinite == "raise":
+            raise ValueError(
+                f"tensor {model.name(floating[bad[0]])} of {what} holds infinity or NaN; nonfinite='skip' skips it"
+            )
+        return bool(bad)
 
     def _in_other_units(self, weight: float, values: list[Tensor]) -> float:
         """The weight in units in which the weights have room again; the sums are brought to them."""
@@ -720,10 +769,10 @@ class StreamingAverage:
         scale = 2.0 ** -max(math.frexp(weight)[1], -1000)
         if self._weight > 0:
             # First: what is refused must not cost the sums their last bits.
-            _accumulate_check([self._sums[t] for t in self._floating], values, weight)
+            _accumulate_check(self._floating_sums, values, weight, self._type)
             scale = min(scale, self._scale * 2.0 ** -math.frexp(self._weight)[1])
             shift = scale / self._scale
-            for total in self._sums:
+            for total in (*self._vectors, *(self._sums[t] for t in self._integral)):
                 total *= shift
             self._weight *= shift
         self._scale, self._most = scale, _MOST_UNITS
@@ -734,53 +783,98 @@ class StreamingAverage:
         self._restore = _restorer(client)
         self._dtypes = [x.dtype for x in model.tensors]
         self._floating = floating
-        self._integral = [t for t in range(len(model.tensors)) if t not in set(floating)]
-        self._sums = [self._empty_sum(x) for x in model.tensors]
-        # Shapes and types; values only where integers="first" needs them.
-        kept = [x.new_empty(()).expand(x.shape) for x in model.tensors]
-        for t in self._integral if self.integers == "first" else ():
-            kept[t] = model.tensors[t].clone()
-        self._first = _Model(model.names, kept)
+        self._integral = sorted(set(range(len(model.tensors))) - set(floating))
+        self._vectors, sums = _flat_zeros([model.tensors[t] for t in floating])
+        self._floating_sums = sums
+        self._type = FLOATS.index(self._dtypes[0]) if floating and len(set(self._dtypes)) == 1 else -1
+        own = dict(zip(floating, sums, strict=True))
+        self._sums = [
+            own[t] if t in own else torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+            for t, x in enumerate(model.tensors)
+        ]
+        # Integers by value, where they are the result.
+        kept = {t: model.tensors[t].clone() for t in self._integral if self.integers == "first"}
+        self._first = _Model(model.names, [kept.get(t, total) for t, total in enumerate(self._sums)])
 
-    @staticmethod
-    def _empty_sum(x: Tensor) -> Tensor:
-        dtype = accumulate_type(x.dtype) if x.is_floating_point() else torch.float64
-        return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    def _template(self) -> _Model:
+        """A model with the shapes and types of the first client, and without its memory."""
+        assert self._first is not None
+        like = zip(self._first.tensors, self._dtypes, strict=True)
+        return _Model(self._first.names, [x.new_empty((), dtype=dtype).expand(x.shape) for x, dtype in like])
 
     def result(self, out: Model | Tensor | None = None) -> Any:
-        """The average so far, in the form of the first client or written into ``out``. More clients may follow."""
+        """The average, in the form of the first client or written into ``out``.
+
+        With ``out`` more clients may follow. Without it the sums become the result, parts of one vector in memory: the
+        average is then complete, and takes no more clients.
+        """
+        first = self._checked_first(out)
+        target = None if out is None else _Model.of(out, "out").like(first, "out")
+        if target is not None:
+            _explain([self._template()], [("out", target)])
+        writable = range(len(first.tensors)) if target is None else _check_target(target, "out")
+        divisor = self._divisor()
+        kept = [] if self.integers == "round" else self._integral
+        with without_gradients():
+            if target is None:
+                self._given, self._plain = True, False
+                for total in (*self._vectors, *(self._sums[t] for t in self._integral)):
+                    total /= divisor
+            averaged = [t for t in writable if t not in kept]
+            means = [self._sums[t] for t in averaged]
+            if target is not None and means:
+                means = list(torch._foreach_div(means, divisor))
+            values = dict(zip(averaged, _cast(means, [self._dtypes[t] for t in averaged]), strict=True))
+            if self.integers == "first":
+                values |= {t: first.tensors[t].clone() for t in kept if t in writable}
+            if target is None:
+                return self._restore([values[t] for t in range(len(first.tensors))])
+            if values:
+                torch._foreach_copy_([target.tensors[t] for t in values], list(values.values()))
+        return out
+
+    def _checked_first(self, out: Model | Tensor | None) -> _Model:
+        """What the first client was like, if there is a result to give."""
+        if self._given:
+            raise RuntimeError("the result was given already; result(out=...) can be called again and again")
         if self._first is None:
             raise ValueError(f"no clients were added ({self.skipped} were skipped for infinity or NaN)")
         if (self.normalize or self.skipped) and self._weight == 0:
             raise ValueError(f"the weights of all {self.clients} clients add up to 0; a positive sum is needed")
-        first = self._first
-        target = None if out is None else _Model.of(out, "out").like(first, "out")
-        if target is not None:
-            _explain([first], [("out", target)])
-        writable = range(len(first.tensors)) if target is None else _check_target(target, "out")
-        if self.integers == "server" and target is None and any(not x.is_floating_point() for x in first.tensors):
+        if self.integers == "server" and out is None and self._integral:
             raise ValueError("integers='server' keeps the server's integer tensors: give the server's model as out=")
-        divisor = self._weight if self.normalize else 1.0
-        if not self.normalize and self.skipped:
-            total = self._weight + self._skipped_weight
-            divisor = self._weight / total if total else math.inf  # weights that add up to 0: so does the average
-        kept = [] if self.integers == "round" else self._integral
-        with torch.no_grad():
-            values = list(first.tensors)
-            for t in writable:
-                if t in kept:
-                    continue
-                value = self._sums[t] / divisor
-                values[t] = (
-                    value.to(self._dtypes[t])
-                    if self._dtypes[t].is_floating_point
-                    else _round_to(value, self._dtypes[t])
-                )
-                if target is not None:
-                    values[t] = target.tensors[t].copy_(values[t])
-            if self.integers == "first":
-                for t in kept:
-                    values[t] = (
-                        first.tensors[t].clone() if target is None else target.tensors[t].copy_(first.tensors[t])
-                    )
-        return self._restore(values) if target is None else out
+        return self._first
+
+    def _divisor(self) -> float:
+        if self.normalize:
+            return self._weight
+        if not self.skipped:
+            return 1.0
+        total = self._weight + self._skipped_weight
+        return self._weight / total if total else math.inf  # weights that add up to 0: so does the average
+
+
+def _flat_zeros(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums like these tensors: a vector for each accumulate type, and the sums as views of them."""
+    places: dict[torch.dtype, list[int]] = {}
+    for t, x in enumerate(tensors):
+        places.setdefault(accumulate_type(x.dtype), []).append(t)
+    vectors, sums = [], list(tensors)
+    for dtype, chosen in places.items():
+        like = [tensors[t] for t in chosen]
+        vectors.append(torch.zeros(sum(x.numel() for x in like), dtype=dtype, device=like[0].device))
+        for t, part in zip(chosen, _unflatten_dense_tensors(vectors[-1], like), strict=True):
+            sums[t] = part
+    return vectors, sums
+
+
+def _cast(means: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Means in the clients' types. In lists: on a GPU an op a tensor is a launch a tensor."""
+    found = list(means)
+    narrow = [i for i, dtype in enumerate(dtypes) if dtype != means[i].dtype and dtype.is_floating_point]
+    if narrow:
+        cast = [torch.empty_like(means[i], dtype=dtypes[i]) for i in narrow]
+        torch._foreach_copy_(cast, [means[i] for i in narrow])
+        for i, value in zip(narrow, cast, strict=True):
+            found[i] = value
+    return [x if dtype.is_floating_point else _round_to(x, dtype) for x, dtype in zip(found, dtypes, strict=True)]

@@ -18,6 +18,7 @@ FedDyn    w is the round's first model plus :math:`h / \alpha`, with lambda = al
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from ._arguments import accumulate_type, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
+from .prepared import Prepared, handed, plain_eager
 
 __all__ = ["proximal_sgd_step_", "squared_distance"]
 
@@ -107,6 +109,18 @@ _step = declare(
     "bool first) -> ()",
     reference=_step_reference,
     fake=_step_check,
+)
+
+
+def _no_call(call: Tensor) -> None:
+    raise ValueError(f"the call is {describe(call)}; pfl_ext.ops makes these for prepared lists on the CPU")
+
+
+_step_again = declare(
+    "proximal_sgd_step_again_(Tensor call) -> ()",
+    reference=_no_call,
+    fake=_no_call,
+    plain_on={"cuda": "lists are prepared on the CPU alone"},
 )
 
 
@@ -193,12 +207,41 @@ _distance = declare(
 # ---- what users call -----------------------------------------------------------------------------------------------
 
 
-def _as_list(tensors: Any, what: str) -> list[Tensor]:
-    if type(tensors) is list:
+def _as_list(tensors: Any, what: str) -> list[Tensor] | Prepared:
+    if type(tensors) is list or type(tensors) is Prepared:
         return tensors
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"{what} is {describe(tensors)}; a list of tensors is accepted")
     return list(tensors)
+
+
+def _call_of(lists: tuple[Prepared, Prepared | None, Prepared, Prepared | None], numbers: tuple[Any, ...]) -> Tensor:
+    """All arguments of a step as ``proximal_sgd_step_again_`` takes them; empty where a list has no ticket."""
+    tickets = [None if some is None else some.ticket for some in lists]
+    if any(some is not None and ticket is None for some, ticket in zip(lists, tickets, strict=True)):
+        return torch.empty(0, dtype=torch.int64)
+    assert tickets[0] is not None
+    words = [0 if ticket is None else int(ticket[1]) for ticket in tickets]
+    try:
+        bits = struct.unpack("=5q", struct.pack("=5d", *numbers[:5]))
+    except struct.error:
+        raise TypeError(f"lr, lam, momentum, dampening and weight_decay are {numbers[:5]}; they are numbers") from None
+    return torch.tensor([int(tickets[0][0]), *words, *bits, *map(bool, numbers[5:])], dtype=torch.int64)
+
+
+def _stepped_again(params: Any, buffers: Any, grads: Any, anchors: Any, numbers: tuple[Any, ...]) -> bool:
+    """Take the step in one word, if all lists are prepared. It is made ready once for the same arguments."""
+    lists = (params, buffers or None, grads, anchors or None)
+    if not plain_eager() or any(x is not None and type(x) is not Prepared for x in lists):
+        return False
+    known = params.again
+    # By identity: lists are compared element by element otherwise.
+    if known is None or known[0][4] != numbers or any(a is not b for a, b in zip(known[0], lists, strict=False)):
+        params.again = known = ((*lists, numbers), _call_of(lists, numbers))
+    if known[1].numel() == 0:
+        return False
+    _step_again.overload(known[1])
+    return True
 
 
 def proximal_sgd_step_(
@@ -233,7 +276,8 @@ def proximal_sgd_step_(
 
     Args:
         params: the tensors :math:`v` to update; float32, float64, float16 or bfloat16, also mixed, on one device.
-        grads, anchors: :math:`g` and :math:`w`, of the same shapes and types.
+        grads, anchors: :math:`g` and :math:`w`, of the same shapes and types. In a loop, give all lists as
+            :func:`~pfl_ext.ops.prepare` makes them.
         lr, lam, momentum, weight_decay: not negative.
         dampening, nesterov, maximize: as in :class:`torch.optim.SGD`.
         momentum_buffers: :math:`m`, like ``params``; needed with momentum, overwritten.
@@ -252,11 +296,14 @@ def proximal_sgd_step_(
     buffers = _as_list(momentum_buffers, "momentum_buffers")
     numbers = (lr, lam, momentum, dampening, weight_decay, nesterov, maximize, first)
     try:
-        with without_gradients():
-            _step(params, buffers, grads, anchors, *numbers)
+        if type(params) is not Prepared or not _stepped_again(params, buffers, grads, anchors, numbers):
+            lists = handed(params, buffers, grads, anchors)
+            with without_gradients():
+                _step(*lists, *numbers)
     except (RuntimeError, TypeError):
-        _step_check(params, buffers, grads, anchors, *numbers)
-        _step_memory(params, buffers, grads, anchors, lam)
+        given = (list(params), list(buffers), list(grads), list(anchors))
+        _step_check(given[0], given[1], given[2], given[3], *numbers)
+        _step_memory(*given, lam)
         raise
     torch.autograd.graph.increment_version(params)
     if buffers:
@@ -281,7 +328,7 @@ def squared_distance(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:
     >>> squared_distance([torch.tensor([1.0, 2.0]), torch.tensor(3.0)], [torch.zeros(2), torch.tensor(1.0)])
     tensor(9.)
     """
-    a, b = _as_list(a, "a"), _as_list(b, "b")
+    a, b = list(_as_list(a, "a")), list(_as_list(b, "b"))
     try:
         return _distance(a, b)
     except (RuntimeError, TypeError):

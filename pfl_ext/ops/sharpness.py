@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ._arguments import accumulate_type, check_dense, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
+from .prepared import Prepared, handed
 
 __all__ = ["backup_bytes", "layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
 
@@ -341,6 +342,10 @@ def personalization_scores(a: Model, b: Model, groups: Sequence[int] | Mapping[s
             raise
 
 
+def _as_list(tensors: Iterable[Tensor]) -> list[Tensor] | Prepared:
+    return tensors if type(tensors) is list or type(tensors) is Prepared else list(tensors)
+
+
 def _as_scores(scores: Tensor | Sequence[float], device: torch.device) -> Tensor:
     if not isinstance(scores, Tensor):
         vector = torch.tensor(scores, dtype=torch.float64)
@@ -384,7 +389,8 @@ def lwsam_perturb_(
 
     Args:
         params: tensors to move; float32, float64, float16 or bfloat16, also mixed, on one device.
-        grads: their gradients, of the same shapes and types.
+        grads: their gradients, of the same shapes and types. In a loop, give both as :func:`~pfl_ext.ops.prepare` makes
+            them.
         scores: one number a layer, on any device, best float64 on the params'. By default 1 for all, which is SAM;
             equal scores are SAM of another radius. Used as they are: negative ones descend.
         rho: the radius, not negative.
@@ -409,8 +415,7 @@ def lwsam_perturb_(
     >>> w
     tensor([0., 0.])
     """
-    params = params if type(params) is list else list(params)
-    grads = grads if type(grads) is list else list(grads)
+    params, grads = _as_list(params), _as_list(grads)
     if norm not in ("global", "layer"):
         raise ValueError(f"norm={norm!r} is not known; accepted: 'global', 'layer'")
     if groups is None:
@@ -427,9 +432,11 @@ def lwsam_perturb_(
             layers = vector.numel()
         if backup is None:
             backup = torch.empty(backup_bytes(params), dtype=torch.uint8, device=params[0].device)
+        moved, along = handed(params, grads)
         with without_gradients():
-            _perturb(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
+            _perturb(moved, backup, along, vector, groups, layers, rho, p, literal_exponent, per_layer)
     except (RuntimeError, TypeError, AttributeError):
+        params, grads = list(params), list(grads)
         check_lists(params=params, grads=grads)
         if isinstance(scores, Tensor):
             check_dense("scores", scores)
@@ -448,11 +455,13 @@ def restore_(params: Iterable[Tensor], backup: Tensor) -> None:
         ValueError, TypeError: a backup that is too small for the parameters or on another device. Nothing has been
             changed then.
     """
-    params = params if type(params) is list else list(params)
+    params = _as_list(params)
     try:
+        (moved,) = handed(params)
         with without_gradients():
-            _restore(params, backup)
+            _restore(moved, backup)
     except (RuntimeError, TypeError):
+        params = list(params)
         _restore_check(params, backup)
         check_memory({"params": params}, {"backup": [backup]})
         raise

@@ -7,9 +7,13 @@ With :math:`s(w) = |\mathrm{DFT}(w)|`, the magnitudes of the :math:`d` Fourier c
   and :math:`\hat q = q / \sum q`
 * ``form="paper"``:        :math:`\sum p \log (p / q)`, as printed
 * ``form="generalized"``:  :math:`\sum p \log (p / q) - p + q`
+* ``form="mean"``:         :math:`\sum \bar p \log (\bar p / \bar q)`, with :math:`\bar p = K p / \sum p` and
+  :math:`\bar q` likewise: spectra divided by their means, K times the normalised form and its gradient
 
 Readings of the paper. Its D is called equivalent to the KL divergence, which holds for vectors that sum to one; taken
-literally it is smallest at :math:`p = q / e` and shrinks the weights. Hence ``"normalized"`` is the default.
+literally it is smallest at :math:`p = q / e` and shrinks the weights. Hence ``"normalized"`` is the default. Its
+gradient is about :math:`1 / |w|` whatever the size of the model, which the paper's weights make next to nothing;
+``"mean"`` is the same divergence at a scale that does not shrink with the number of entries.
 Truncation is in frequency: entries :math:`0 \dots K - 1` of the length-d spectrum.
 
 Zeros: :math:`0 \log 0 = 0` and a coefficient of magnitude zero has gradient zero. A teacher's magnitude is taken as at
@@ -38,12 +42,12 @@ from ._declare import declare
 
 __all__ = ["SpectralTeacher", "spectral_divergence", "spectrum"]
 
-Form: TypeAlias = Literal["normalized", "paper", "generalized"]
+Form: TypeAlias = Literal["normalized", "paper", "generalized", "mean"]
 Scope: TypeAlias = Literal["model", "tensor"]
 Length: TypeAlias = Literal["exact", "fast"]
 Weights: TypeAlias = Tensor | Iterable[Tensor]
 
-_FORMS = ("normalized", "paper", "generalized")
+_FORMS = ("normalized", "paper", "generalized", "mean")
 _SCOPES = ("model", "tensor")
 _LENGTHS = ("exact", "fast")
 
@@ -213,11 +217,12 @@ def _half_divergence_reference(
     z = (p.double() * weights).sum(1)
     a = ((p * log_ratio).double() * weights).sum(1)
     one = torch.ones_like(z)
-    if _FORMS[form] == "normalized":
+    if _FORMS[form] in ("normalized", "mean"):
+        factor = float(count) if _FORMS[form] == "mean" else 1.0
         empty = z == 0
         safe = torch.where(empty, one, z)
-        loss = torch.where(empty, torch.zeros_like(z), a / safe - safe.log() + total.log())
-        alpha = torch.where(empty, torch.zeros_like(z), 1 / safe)
+        loss = torch.where(empty, torch.zeros_like(z), factor * (a / safe - safe.log() + total.log()))
+        alpha = torch.where(empty, torch.zeros_like(z), factor / safe)
         beta = -a / safe
     elif _FORMS[form] == "paper":
         loss, alpha, beta = a, one, one
@@ -486,7 +491,7 @@ def spectral_divergence(
 ) -> Tensor:
     r"""Divergence D(p || q) between the spectra of two models, with its exact gradient in ``p``.
 
-    See the module's text for the equations of the three forms and for the readings of the paper.
+    See the module's text for the equations of the four forms and for the readings of the paper.
 
     Args:
         p: a vector ``[d]``, a matrix ``[clients, d]``, or a list of parameters (one model).
@@ -494,7 +499,7 @@ def spectral_divergence(
             :class:`SpectralTeacher`, which saves its transform in every step after the first. It gets no gradient.
         tau: compare the first ``ceil(tau * d)`` entries of the spectrum of length d, in (0, 1]. Default 1, or the
             teacher's.
-        form: ``"normalized"``, ``"paper"`` or ``"generalized"``.
+        form: ``"normalized"``, ``"paper"``, ``"generalized"`` or ``"mean"``.
         scope: ``"model"`` (default, or the teacher's): one transform of all parameters in a row, as in the paper.
             ``"tensor"``: one for each tensor of a list; their divergences are added.
         length: ``"exact"`` (default, or the teacher's), or ``"fast"``: zeros are appended up to a length that FFTs

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pfl_ext.ops._arguments import check_lists, describe
+from pfl_ext.ops.prepared import Repeated
 from pfl_ext.ops.proximal import proximal_sgd_step_
 
 __all__ = ["ProximalSGD", "momentum_step_"]
@@ -52,6 +53,7 @@ class ProximalSGD(Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+        self._repeated: dict[int, Repeated] = {}
         for group in self.param_groups:
             for name in ("lr", "lam", "momentum", "weight_decay"):
                 if not 0 <= group[name] < math.inf:
@@ -59,6 +61,11 @@ class ProximalSGD(Optimizer):
             if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
                 raise ValueError("nesterov needs momentum and no dampening")
         self.set_anchors(anchors)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which makes its own lists ready."""
+        super().__setstate__(state)
+        self._repeated = {}
 
     def set_anchors(self, anchors: Iterable[Tensor] | None = None) -> None:
         """Hold each parameter near its anchor from now on; by default near where it is now."""
@@ -79,7 +86,7 @@ class ProximalSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             params = [p for p in group["params"] if p.grad is not None]
             buffers = [self.state[p].get("momentum_buffer") for p in params]
             momentum_step_(
@@ -87,6 +94,7 @@ class ProximalSGD(Optimizer):
                 [p.grad for p in params],
                 [self.state[p]["anchor"] for p in params] if group["lam"] != 0 else [],
                 buffers,
+                repeated=self._repeated.setdefault(number, Repeated()),
                 **{name: value for name, value in group.items() if name in self.defaults},
             )
             if group["momentum"] != 0:
@@ -102,6 +110,7 @@ def momentum_step_(
     buffers: list[Tensor | None],
     *,
     momentum: float = 0.0,
+    repeated: Any = None,
     **options: Any,
 ) -> None:
     """:func:`pfl_ext.ops.proximal_sgd_step_` with momentum buffers that begin by themselves.
@@ -112,19 +121,26 @@ def momentum_step_(
         params, gradients, anchors: as there.
         buffers: one for each parameter, None before its first step, which sets it.
         momentum: as there.
+        repeated: a :class:`~pfl_ext.ops.prepared.Repeated`, which remembers the lists that stay the same from step to
+            step.
         options: the others of that op.
     """
-    if momentum == 0 or not params:
-        if params:
-            proximal_sgd_step_(params, gradients, anchors, **options)
+    if not params:
+        return
+    if repeated is not None:
+        lists = {"params": params, "gradients": gradients, "anchors": anchors}
+        params, gradients, anchors = (repeated(role, tensors) for role, tensors in lists.items())
+    if momentum == 0:
+        proximal_sgd_step_(params, gradients, anchors, **options)
         return
     if len(buffers) != len(params):
         raise ValueError(f"{len(buffers)} buffers for {len(params)} params")
     own = [torch.empty_like(p) if buffer is None else buffer for p, buffer in zip(params, buffers, strict=True)]
     beginning = [i for i, buffer in enumerate(buffers) if buffer is None]
-    calls: list[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], list[Tensor], bool]]
+    calls: list[tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], bool]]
     if len(beginning) in (0, len(params)):
-        calls = [(params, gradients, anchors, own, bool(beginning))]
+        momenta = own if repeated is None else repeated("buffers", own)
+        calls = [(params, gradients, anchors, momenta, bool(beginning))]
     else:
         # Here, as of two calls the second would be refused after the first.
         check_lists(params=params, grads=gradients, **({"anchors": anchors} if anchors else {}))

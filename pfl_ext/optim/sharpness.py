@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pfl_ext.ops.prepared import Repeated
 from pfl_ext.ops.sharpness import Norm, backup_bytes, layer_groups, lwsam_perturb_, personalization_scores, restore_
 
 __all__ = ["LWSAM", "SAM"]
+
+
+@dataclass
+class _Perturbation:
+    """The weights as they were before the first step, and the parameters that it moved; None when it moved none.
+
+    An object of its own: torch.compile does not bring back what is set on an optimiser itself.
+    """
+
+    backup: Tensor | None = None
+    moved: Sequence[Tensor] | None = None
+    repeated: Repeated = field(default_factory=Repeated)
 
 
 class SAM(Optimizer):
@@ -64,9 +78,9 @@ class SAM(Optimizer):
                 raise ValueError(f"rho is {group['rho']}; a finite number that is not negative is accepted")
         self.p, self.norm, self.literal_exponent = p, norm, literal_exponent
         self.base_optimizer = base_optimizer(self.param_groups, **base_options)
+        self.state = self.base_optimizer.state  # which may hold something from the beginning, such as anchors
         self._share()
-        self._backup: Tensor | None = None
-        self._moved: list[Tensor] | None = None
+        self._perturbation = _Perturbation()
 
     def _share(self) -> None:
         """One set of groups and one state for both."""
@@ -81,7 +95,7 @@ class SAM(Optimizer):
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
         """Move the weights to where the loss is largest, by the gradients they have."""
-        if self._moved is not None:
+        if self._perturbation.moved is not None:
             raise RuntimeError("first_step was called twice; second_step comes after it")
         layer_of, layer_scores = self._layers()
         params: list[Tensor] = []
@@ -113,9 +127,10 @@ class SAM(Optimizer):
             groups = list(range(len(params)))
         elif layer_of is None:
             groups = list(range(len(params)))
-        self._backup = lwsam_perturb_(
-            params,
-            grads,
+        moved = self._perturbation.repeated("params", params)
+        self._perturbation.backup = lwsam_perturb_(
+            moved,
+            self._perturbation.repeated("grads", grads),
             scores,
             rho,
             self.p,
@@ -124,21 +139,21 @@ class SAM(Optimizer):
             literal_exponent=self.literal_exponent,
             backup=self._reusable(params),
         )
-        self._moved = params
+        self._perturbation.moved = moved
         if zero_grad:
             self.zero_grad()
 
     def _reusable(self, params: Sequence[Tensor]) -> Tensor | None:
-        backup = self._backup
+        backup = self._perturbation.backup
         if backup is None or not params or backup.device != params[0].device:
             return None
         return backup if backup.numel() >= backup_bytes(params) else None
 
     def _restore(self) -> None:
-        if self._moved is None or self._backup is None:
+        if self._perturbation.moved is None or self._perturbation.backup is None:
             raise RuntimeError("second_step was called without first_step before it")
-        restore_(self._moved, self._backup)
-        self._moved = None
+        restore_(self._perturbation.moved, self._perturbation.backup)
+        self._perturbation.moved = None
 
     @torch.no_grad()
     def second_step(self, zero_grad: bool = False) -> None:
@@ -168,7 +183,7 @@ class SAM(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state and groups of the base optimiser, ``rho`` included."""
-        if self._moved is not None:
+        if self._perturbation.moved is not None:
             raise RuntimeError("the weights are perturbed: save the state after second_step, not between the steps")
         return super().state_dict()
 

@@ -1,16 +1,23 @@
 """What becomes of a run: its results folder, tables, plots, loss landscapes, the progress display."""
 
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
+from .look import COLUMNS, METRIC, STATISTIC, Look
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
 from .recorded import recorded
-from .results import LOCK, ResultsError, ResultsFolder, Runs, lock, versions
+from .results import CONFIG, LOCK, ResultsError, ResultsFolder, Runs, lock, read_config, versions
 from .rounds import best_rounds, rounds_to_converge, time_to_target
 from .tables import Spread, comparison, per_user, table, tails, transpose
 from .tensorboard import TensorBoard, tensorboard
+from .users import partitions, users
 
 __all__ = [
+    "COLUMNS",
+    "CONFIG",
     "LOCK",
+    "METRIC",
+    "STATISTIC",
+    "Look",
     "Progress",
     "ResultsError",
     "ResultsFolder",
@@ -28,7 +35,9 @@ __all__ = [
     "lock",
     "loss_surface",
     "option_curves",
+    "partitions",
     "per_user",
+    "read_config",
     "recorded",
     "rounds_to_converge",
     "table",
@@ -37,5 +46,6 @@ __all__ = [
     "time_to_target",
     "timeline",
     "transpose",
+    "users",
     "versions",
 ]

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pfl_ext.metrics import summarize
+from pfl_ext.metrics import scale_of, summarize, word_of
 
 from .results import ResultsFolder, Runs
 from .rounds import best_rounds
-from .tables import client_values, folders_of, models_of, scale_of
+from .tables import client_values, folders_of, models_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def accuracy_curves(
     Args:
         runs: As for `comparison`.
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
-        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        metric: Any of the records; shares such as the accuracy are drawn in per cent.
         statistic: Over the clients: a key of `summarize`.
         split: ``"test"`` or ``"validation"``.
 
@@ -95,7 +95,7 @@ def accuracy_curves(
     _legend(axes, {**labels, "best by validation": ring} if ring else labels)
     axes.set_xlabel("round")
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel(f"{_word(metric)}: {statistic.replace('_', ' ')} over the clients' {split} sets{_unit(metric)}")
+    axes.set_ylabel(f"{word_of(metric)}: {statistic.replace('_', ' ')} over the clients' {split} sets{_unit(metric)}")
     _save(figure, path)
 
 
@@ -121,7 +121,8 @@ def client_distribution(runs: Runs, path: str | os.PathLike[str], metric: str = 
 
     The horizontal axis is the share of clients, so it is the distribution function on its side, and federations of
     different sizes compare. The lowest and the highest 5 % are shaded; the marks beside them are the means over these
-    clients, ``lowest5`` and ``top5`` of `summarize`. Clients of several seeds are drawn together.
+    clients, ``lowest5`` and ``top5`` of `summarize`. Clients of several seeds are drawn together; marks and numbers are
+    means over the seeds, as in the tables. Clients that joined late are left out, as there.
 
     Args:
         runs: As for `comparison`.
@@ -139,14 +140,13 @@ def client_distribution(runs: Runs, path: str | os.PathLike[str], metric: str = 
         axes.axvspan(left, left + 5, color="#000000", alpha=0.06, linewidth=0)
     for (name, run), colour, marker in zip(runs.items(), cycle(_COLOURS), cycle(_MARKERS), strict=False):
         seeds = [client_values(folder, metric) for folder in folders_of(run)]
-        values = np.array([scale_of(quantity) * value for _, clients in seeds for value in clients.values()])
-        values = np.sort(values[~np.isnan(values)])
+        values = np.sort(_present(seeds, quantity))
         if len(values) == 0:
             continue
         # Client k of n stands for the shares from k/n to (k+1)/n: steps, so that ten clients look like ten.
         shares = 100 * np.arange(len(values) + 1) / len(values)
         axes.step(shares, np.append(values, values[-1]), where="post", color=colour, linewidth=1.7)
-        summary = summarize(values.tolist())
+        summary = _summary(seeds, quantity)
         tails = [summary["lowest5"], summary["top5"]]
         (marks,) = axes.plot([-1.6, 101.6], tails, marker=marker, color=colour, markersize=6, linestyle="", zorder=4)
         model = seeds[0][0].partition("/")[0]
@@ -158,7 +158,7 @@ def client_distribution(runs: Runs, path: str | os.PathLike[str], metric: str = 
     axes.set_xlim(-3.2, 103.2)
     axes.set_xticks([5, 25, 50, 75, 95])
     axes.set_xlabel("clients from the lowest to the highest (%); marks: means of the shaded 5 %")
-    axes.set_ylabel(f"{_word(quantity)}{_unit(quantity)}")
+    axes.set_ylabel(f"{word_of(quantity)}{_unit(quantity)}")
     _save(figure, path)
 
 
@@ -177,7 +177,7 @@ def option_curves(
         points: The option's values with the runs at each, in order; they stand at equal distances.
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
         option: What to write at the axis.
-        metric: ``"accuracy"``, ``"auc"`` (in per cent) or ``"loss"``.
+        metric: Any of the records; shares such as the accuracy are drawn in per cent.
         new_clients: Of the clients that joined late, not of the others.
 
     Raises:
@@ -214,7 +214,7 @@ def option_curves(
     _legend(axes, labels)
     axes.set_xticks(range(len(points)), [str(value) for value, _ in points])
     axes.set_xlabel(option)
-    axes.set_ylabel(f"{_word(metric)}: mean over {whose} clients' test sets{_unit(metric)}")
+    axes.set_ylabel(f"{word_of(metric)}: mean over {whose} clients' test sets{_unit(metric)}")
     _save(figure, path)
 
 
@@ -223,7 +223,8 @@ def client_density(runs: Runs, path: str | os.PathLike[str], metric: str = "pers
 
     Bars count clients; the curve is a Gaussian kernel estimate of the same clients by Silverman's rule. The filled mark
     is the mean, the two open ones ``lowest5`` and ``top5`` of `summarize`. Figures 1 and 6 of PLGU. Clients of several
-    seeds are drawn together.
+    seeds are drawn together; marks and numbers are means over the seeds, as in the tables. Clients that joined late are
+    left out, as there.
 
     Args:
         runs: As for `comparison`.
@@ -236,13 +237,14 @@ def client_density(runs: Runs, path: str | os.PathLike[str], metric: str = "pers
     """
     quantity = metric.rpartition("/")[2]
     found: dict[str, Any] = {}
+    summaries: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         seeds = [client_values(folder, metric) for folder in folders_of(run)]
-        values = np.array([scale_of(quantity) * value for _, clients in seeds for value in clients.values()])
-        values = values[~np.isnan(values)]
+        values = _present(seeds, quantity)
         if len(values):
             model = seeds[0][0].partition("/")[0]
-            found[name if seeds[0][0] == metric else f"{name}, {model}"] = values
+            shown = name if seeds[0][0] == metric else f"{name}, {model}"
+            found[shown], summaries[shown] = values, _summary(seeds, quantity)
     if not found:
         raise ValueError(f"there is no {metric} to draw: no client of {', '.join(runs) or 'no run'} has one")
     everyone = np.concatenate(list(found.values()))
@@ -256,7 +258,7 @@ def client_density(runs: Runs, path: str | os.PathLike[str], metric: str = "pers
         counts, _ = np.histogram(values, edges)
         axes.stairs(counts, edges, fill=True, color=colour, alpha=0.3)
         axes.plot(grid, len(values) * (edges[1] - edges[0]) * _density(values, grid), color=colour, linewidth=1.6)
-        summary, height = summarize(values.tolist()), axes.get_ylim()[1]
+        summary, height = summaries[name], axes.get_ylim()[1]
         axes.plot(summary["mean"], 0, marker="^", color=colour, markersize=7, clip_on=False, zorder=4)
         tails = [summary["lowest5"], summary["top5"]]
         style: dict[str, Any] = {"marker": "^", "markersize": 7, "markerfacecolor": "white", "linestyle": ""}
@@ -272,8 +274,28 @@ def client_density(runs: Runs, path: str | os.PathLike[str], metric: str = "pers
         )
         label: dict[str, Any] = {"transform": axes.transAxes, "ha": "left", "va": "top", "fontsize": 8}
         axes.text(0.01, 0.98, text, **label)
-    rows[-1].set_xlabel(f"{_word(quantity)}{_unit(quantity)}; marks: lowest 5 %, mean, top 5 % of the clients")
+    rows[-1].set_xlabel(f"{word_of(quantity)}{_unit(quantity)}; marks: lowest 5 %, mean, top 5 % of the clients")
     _save(figure, path)
+
+
+_Values = Sequence[tuple[str, Mapping[object, float]]]
+"""A column's name and its values by client, for each seed."""
+
+
+def _present(seeds: _Values, quantity: str) -> np.ndarray:
+    """The values of all clients of all seeds, as shown."""
+    values = np.array([scale_of(quantity) * value for _, clients in seeds for value in clients.values()])
+    present: np.ndarray = values[~np.isnan(values)]
+    return present
+
+
+def _summary(seeds: _Values, quantity: str) -> dict[str, float]:
+    """`summarize` of each seed, and the mean over the seeds that have a value."""
+    scale = scale_of(quantity)
+    each = [summarize([scale * value for value in clients.values()]) for _, clients in seeds]
+    return {
+        name: float(np.mean([one[name] for one in each if one["count"]])) for name in ("mean", "std", "lowest5", "top5")
+    }
 
 
 def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
@@ -358,10 +380,6 @@ def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     with ResultsFolder(path.parent).replacing(path.name) as temporary:
         figure.savefig(temporary, dpi=150)
-
-
-def _word(metric: str) -> str:
-    return "AUC" if metric == "auc" else metric
 
 
 def _unit(metric: str) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
+from pfl_ext.metrics import SHARES
+
 __all__ = ["Progress"]
 
 _MEDIAN_OF = 15  # rounds that the time left is judged by: few enough to follow a change, enough to pass over outliers
@@ -75,7 +77,7 @@ class Progress:
     def update(self, round: int, **values: float) -> None:
         """Show that ``round`` is done. Values such as ``accuracy=`` stay until they are given again.
 
-        Names that begin with ``accuracy`` are shown in per cent. NaN is shown as such.
+        Names that end with a share, such as ``accuracy``, are shown in per cent. NaN is shown as such.
         """
         now = self._clock()
         done = max(1, round - self._round)
@@ -111,8 +113,9 @@ class Progress:
     def _text(self) -> str:
         parts = [f"{self._title} round {self._round}/{self._rounds}".strip()]
         for name, value in self._values.items():
-            shown = f"{100 * value:.2f} %" if name.startswith("accuracy") else f"{value:.4f}"
-            parts.append(f"{name.replace('_', ' ')} {shown}")
+            words = name.replace("_", " ")
+            share = words.rpartition(" ")[2] in SHARES
+            parts.append(f"{words} {100 * value:.2f} %" if share else f"{words} {value:.4f}")
         if self._durations:
             parts.append(f"{_duration(statistics.median(self._durations))} a round")
             if self._round < self._rounds:

@@ -1,7 +1,7 @@
 """The folder of a run's results, written so that no moment of a kill, a full disk or a crash loses what was there.
 
 ===================  ===================================================================================================
-config.json          the run's options
+config.toml          the run's options, as ``--config`` takes them
 versions.json        what it ran with
 metrics.jsonl        one round record a line, appended round by round: the source of everything below
 metrics.csv          the same as a flat table, made from it
@@ -35,7 +35,12 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-__all__ = ["LOCK", "ResultsError", "ResultsFolder", "Runs", "lock", "versions"]
+from pfl_ext.toml import as_toml, read_toml
+
+__all__ = ["CONFIG", "LOCK", "ResultsError", "ResultsFolder", "Runs", "lock", "read_config", "versions"]
+
+CONFIG = "config.toml"
+"""The file of a results folder with the run's options."""
 
 LOCK = ".lock"
 """The file of a results folder that the process which writes there has locked."""
@@ -204,6 +209,10 @@ class ResultsFolder:
         """Replace the file ``name`` by ``value`` as JSON; tensors, arrays and paths may be in it."""
         self._write(name, _to_json(value, indent=2) + "\n")
 
+    def write_toml(self, name: str, content: Mapping[str, Any]) -> None:
+        """Replace the file ``name`` by tables as TOML."""
+        self._write(name, as_toml(content))
+
     def read_json(self, name: str) -> Any:
         """What `write_json` wrote.
 
@@ -255,6 +264,18 @@ class ResultsFolder:
         writer.writerow(columns)
         writer.writerows([_plain(row[c]) if c in row else "" for c in columns] for row in rows)
         self._write(name, text.getvalue())
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``config.toml``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not TOML.
+    """
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} holds no results: it has no {CONFIG}")
+    return read_toml(folder / CONFIG)
 
 
 def _locked(file: IO[str]) -> bool:

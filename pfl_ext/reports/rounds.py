@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pfl_ext.metrics import sign_of
+
 __all__ = ["best_rounds", "rounds_to_converge", "time_to_target"]
 
 
@@ -20,7 +22,7 @@ def best_rounds(
 
     Args:
         history: Round records in order; those without ``models`` were not evaluated and are passed over.
-        metric: What decides: the highest, or for ``loss`` the lowest. Between equal rounds the earliest is the best.
+        metric: What decides: the highest, or the lowest (:func:`pfl_ext.metrics.sign_of`); of equal ones the earliest.
         statistic: Of that metric over the clients, a key of `summarize`.
 
     Returns:
@@ -31,7 +33,7 @@ def best_rounds(
     for record in history:
         for model, results in record.get("models", {}).items():
             rounds.setdefault(model, []).append({"round": record["round"], **results})
-    sign = -1.0 if metric == "loss" else 1.0
+    sign = sign_of(metric)
 
     def best(candidates: list[dict[str, Any]], split: str) -> dict[str, Any] | None:
         judged = [
@@ -51,43 +53,54 @@ def best_rounds(
     }
 
 
-def rounds_to_converge(history: Sequence[Mapping[str, Any]], model: str, share: float = 0.99) -> int | None:
-    """The first evaluated round whose mean accuracy is at least ``share`` of the highest of all; None without any.
+def rounds_to_converge(
+    history: Sequence[Mapping[str, Any]], model: str, share: float = 0.99, metric: str = "accuracy"
+) -> int | None:
+    """The first evaluated round whose mean is within 1 - ``share`` of the best of all; None without any.
 
-    Judged on validation data, else on test data. PersFL's Table 7 counts rounds without saying by which rule.
+    Of the accuracy that is ``share`` of the highest. Judged on validation data, else on test data. PersFL's Table 7
+    counts rounds without saying by which rule.
     """
+    sign = sign_of(metric)
     for split in ("validation", "test"):
-        judged = [
-            (record["round"], value)
-            for record in history
-            if not np.isnan(
-                value := record.get("models", {}).get(model, {}).get(split, {}).get("accuracy", {}).get("mean", np.nan)
-            )
-        ]
+        found = [(record["round"], _mean_of(record, model, split, metric, "mean")) for record in history]
+        judged = [(round, sign * value) for round, value in found if not np.isnan(value)]
         if judged:
-            highest = max(value for _, value in judged)
-            return next(int(round) for round, value in judged if value >= share * highest)
+            best = max(value for _, value in judged)
+            return next(int(round) for round, value in judged if value >= best - (1 - share) * abs(best))
     return None
 
 
+def _mean_of(record: Mapping[str, Any], model: str, split: str, metric: str, statistic: str) -> float:
+    """A statistic over the clients, NaN where the round was not evaluated."""
+    splits = record.get("models", {}).get(model, {})
+    return float(splits.get(split, {}).get(metric, {}).get(statistic, np.nan))
+
+
 def time_to_target(
-    history: Sequence[Mapping[str, Any]], times: Sequence[float], target: float, model: str = "personal"
+    history: Sequence[Mapping[str, Any]],
+    times: Sequence[float],
+    target: float,
+    model: str = "personal",
+    metric: str = "accuracy",
 ) -> float | None:
-    """The time of the first evaluated round whose accuracy is at least ``target``; None if there is none.
+    """The time of the first evaluated round whose metric is at least as good as ``target``; None if there is none.
 
     Args:
         history: Round records in order.
         times: When each of them was over.
-        target: Between 0 and 1.
+        target: As the metric is recorded: an accuracy between 0 and 1.
         model: ``"global"`` is judged on the global test set where there is one, any other by the mean over the clients'
             test sets, weighted by their sizes.
+        metric: By which; of a loss "as good" is as low.
     """
+    sign = sign_of(metric)
     for record, time in zip(history, times, strict=True):
         splits = record.get("models", {}).get(model, {})
         if model == "global" and "global_test" in splits:
-            accuracy = splits["global_test"].get("accuracy", np.nan)
+            value = splits["global_test"].get(metric, np.nan)
         else:
-            accuracy = splits.get("test", {}).get("accuracy", {}).get("weighted_mean", np.nan)
-        if accuracy >= target:
+            value = _mean_of(record, model, "test", metric, "weighted_mean")
+        if sign * value >= sign * target:
             return time
     return None

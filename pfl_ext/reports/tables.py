@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from pfl_ext.metrics import scale_of
+
 from .results import ResultsFolder, Runs
 from .rounds import best_rounds, rounds_to_converge
 
@@ -180,15 +182,16 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     that the method gives its clients (the personal one if it has one): ``variance``, ``lowest 5 %`` and ``top 5 %``
     over the clients; ``best by validation``, the local test in the round that the validation data choose; ``best on
     test``, which is an upper bound and no result. Last, what it cost: the rounds until the global model (else the given
-    one) had 99 % of its highest accuracy, the bytes up and down of all rounds, the parameters that a client trains
+    one) was within 1 % of its best, the bytes up and down of all rounds, the parameters that a client trains
     (``trained_parameters`` in the records' ``training``), under differential privacy the mean epsilon of the clients of
-    the last round, the median time of a round.
+    the last round, the median time of a round; last the clients' budgets of all their steps (``epsilon: mean, std over
+    clients``) and of those for what they send, which is all that others see.
 
     Args:
         runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
             standard deviation over the seeds.
-        metric: ``"accuracy"`` and ``"auc"`` are shown in per cent, ``"loss"`` is not.
-        statistic: ``"mean"`` or ``"weighted_mean"``, by the sizes of the test sets (``local test, weighted``).
+        metric: Any of the records; shares such as the accuracy are shown in per cent.
+        statistic: ``"mean"`` or ``"weighted_mean"``, by the sizes of the test sets (``weighted local test``).
 
     Returns:
         Rows for `table`. A column that no method has is left out.
@@ -199,6 +202,8 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     rows: list[Row] = []
     for name, seeds in histories.items():
         results = [_result(history, models, extra, metric, statistic) for history in seeds]
+        for result, folder in zip(results, folders_of(runs[name]), strict=True):
+            result |= _budgets(folder)
         cells = {column: _over_seeds([result[column] for result in results]) for column in results[0]}
         rows.append({"method": name, "seeds": len(seeds) if len(seeds) > 1 else None, **cells})
     shown = [column for column in (rows[0] if rows else ()) if any(row[column] is not None for row in rows)]
@@ -212,7 +217,7 @@ def tails(runs: Runs, metric: str = "accuracy", split: str = "test") -> list[Row
 
     Args:
         runs: As for `comparison`.
-        metric: ``"accuracy"`` and ``"auc"`` are shown in per cent, ``"loss"`` is not.
+        metric: Any of the records; shares such as the accuracy are shown in per cent.
         split: ``"test"`` or ``"validation"``.
     """
     histories = {name: [folder.records() for folder in folders_of(run)] for name, run in runs.items()}
@@ -235,35 +240,43 @@ def tails(runs: Runs, metric: str = "accuracy", split: str = "test") -> list[Row
 def per_user(runs: Runs, metric: str = "personal/test/accuracy") -> list[Row]:
     """One row a method, a column a user: Tables 2 to 6 of PersFL; `transpose` puts the users down, as printed there.
 
-    Several seeds are averaged user by user. ``mean``, ``std`` and ``variance`` are over the users, the latter two of
-    the *sample* (divisor n - 1): with this divisor, and only with it, the "Std Dev" that the paper prints under its
-    Tables 2 and 3 is that of the numbers above it.
+    Several seeds are averaged user by user, which says something only where a user is one person over all of them: give
+    the partition a seed of its own. ``mean``, ``std`` and ``variance`` are over the users, the latter two of the
+    *sample* (divisor n - 1): with this divisor, and only with it, the "Std Dev" that the paper prints under its Tables
+    2 and 3 is that of the numbers above it. Users that joined late come after them and are in none of the three.
 
     Args:
         runs: A run a method, or several that differ in the seed.
-        metric: A column of the per-client results. Accuracy and AUC are shown in per cent. A method without personal
-            models is shown by its global one, as FedAvg is in these tables.
+        metric: A column of the per-client results. Shares such as the accuracy are shown in per cent. A method without
+            personal models is shown by its global one, as FedAvg is in these tables.
     """
-    scale = scale_of(metric.rpartition("/")[2])
     rows: list[Row] = []
     for name, run in runs.items():
-        users: dict[object, list[float]] = {}
-        for folder in folders_of(run):
-            for user, value in client_values(folder, metric)[1].items():
-                users.setdefault(user, []).append(scale * value)
-        means = {user: _mean(values) for user, values in users.items()}
+        means, late = (_user_means(run, metric, new) for new in (False, True))
         present = np.array([value for value in means.values() if not math.isnan(value)])
         variance = float(present.var(ddof=1)) if len(present) > 1 else math.nan
         totals = {"mean": _mean(list(means.values())), "std": math.sqrt(variance), "variance": variance}
-        rows.append({"method": name, **{f"user {user}": value for user, value in means.items()}, **totals})
-    users_first = dict.fromkeys(c for row in rows for c in row if c not in ("mean", "std", "variance"))
-    return [{c: row[c] for c in (*users_first, "mean", "std", "variance") if c in row} for row in rows]
+        of_late = {f"new user {user}": value for user, value in late.items()}
+        rows.append({"method": name, **{f"user {user}": value for user, value in means.items()}, **totals, **of_late})
+    last = ("mean", "std", "variance", *dict.fromkeys(c for row in rows for c in row if c.startswith("new user ")))
+    users_first = dict.fromkeys(c for row in rows for c in row if c not in last)
+    return [{c: row[c] for c in (*users_first, *last) if c in row} for row in rows]
 
 
-def client_values(folder: ResultsFolder, metric: str) -> tuple[str, dict[object, float]]:
+def _user_means(run: ResultsFolder | Sequence[ResultsFolder], metric: str, new: bool) -> dict[object, float]:
+    """Each user's mean over the seeds."""
+    scale, users = scale_of(metric.rpartition("/")[2]), dict[object, list[float]]()
+    for folder in folders_of(run):
+        for user, value in client_values(folder, metric, new)[1].items():
+            users.setdefault(user, []).append(scale * value)
+    return {user: _mean(values) for user, values in users.items()}
+
+
+def client_values(folder: ResultsFolder, metric: str, new: bool = False) -> tuple[str, dict[object, float]]:
     """A column of the per-client results by client, and its name.
 
-    For a method without personal models, ``personal/...`` is ``global/...``.
+    For a method without personal models, ``personal/...`` is ``global/...``. Of the clients that joined late, or of all
+    others, which are those that every mean of a record is over.
 
     Raises:
         ValueError: there is no such column.
@@ -272,9 +285,13 @@ def client_values(folder: ResultsFolder, metric: str) -> tuple[str, dict[object,
     columns = dict.fromkeys(column for row in rows for column in row)
     for name in (metric, re.sub("^personal/", "global/", metric)):
         if name in columns:
-            return name, {row["client"]: row.get(name, math.nan) for row in rows}
+            return name, {row["client"]: row.get(name, math.nan) for row in rows if _is_new(row) == new}
     known = ", ".join(columns) or "none: no evaluation was saved"
     raise ValueError(f"{folder.path / 'clients.csv'} has no column {metric!r}; it has {known}")
+
+
+def _is_new(row: Row) -> bool:
+    return row.get("new") == "True"  # as CSV has it
 
 
 def folders_of(run: ResultsFolder | Sequence[ResultsFolder]) -> Sequence[ResultsFolder]:
@@ -286,11 +303,6 @@ def models_of(histories: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
     """The names of all models that were evaluated, the personal one first."""
     models = {model for history in histories for record in history for model in record.get("models", {})}
     return sorted(models, key=lambda model: (model != "personal", model))
-
-
-def scale_of(metric: str) -> float:
-    """What a metric is multiplied by to be shown: shares are shown in per cent."""
-    return 100.0 if metric in ("accuracy", "auc") else 1.0
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -322,7 +334,7 @@ def _result(
     # What clients do on their own after the last round is a record too, and no round.
     rounds_only = [record for record in history if record["round"] > 0 and "stage" not in record]
     cells: dict[str, Any] = {"rounds": len(rounds_only)}
-    local = "local test, weighted" if statistic == "weighted_mean" else "local test"
+    local = "weighted local test" if statistic == "weighted_mean" else "local test"
     joined: Mapping[str, Any] = next(
         (record["new_clients"] for record in reversed(history) if "new_clients" in record), {}
     )
@@ -340,7 +352,9 @@ def _result(
     cells["best by validation"] = cell(given, "best_by_validation", "test", statistic)
     cells["best on test"] = cell(given, "best_on_test", "test", statistic)
 
-    cells["rounds to 99 %"] = rounds_to_converge(rounds_only, "global" if "global" in rounds else given or "")
+    cells["rounds to 99 %"] = rounds_to_converge(
+        rounds_only, "global" if "global" in rounds else given or "", metric=metric
+    )
     traffic = [record["communication"] for record in history if "communication" in record]
     trained = [record.get("training", {}).get("trained_parameters") for record in history]
     seconds = [record["seconds"] for record in rounds_only if "seconds" in record]
@@ -349,6 +363,18 @@ def _result(
     spent = [record.get("training", {}).get("epsilon") for record in history]
     cells["epsilon"] = next((epsilon for epsilon in reversed(spent) if epsilon is not None), None)
     cells["seconds a round"] = float(np.median(seconds)) if seconds else None
+    return cells
+
+
+def _budgets(folder: ResultsFolder) -> dict[str, Any]:
+    """What the clients have spent, over them: with the steps of a model of their own, and without."""
+    rows, cells = folder.clients(), dict[str, Any]()
+    for column in ("epsilon", "epsilon_sent"):
+        spent = np.array([float(row[column]) for row in rows if column in row])
+        words = column.replace("_", " ")
+        with np.errstate(invalid="ignore"):  # infinity has no spread
+            cells[f"{words}: mean over clients"] = float(spent.mean()) if len(spent) else None
+            cells[f"{words}: std over clients"] = float(spent.std()) if len(spent) else None
     return cells
 
 

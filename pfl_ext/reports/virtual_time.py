@@ -8,7 +8,6 @@ likes, without being run again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ from statistics import mean
 from typing import Any
 
 from pfl_ext.federation import PROTOCOLS, Clock, Settings, Span, Timeline, Work, clock_of
+from pfl_ext.metrics import scale_of
 
-from .results import ResultsFolder
+from .results import ResultsFolder, read_config
 from .rounds import time_to_target
 
 __all__ = ["CLOCK", "Timed", "seconds", "speedups", "timed_below"]
@@ -38,7 +38,8 @@ class Timed:
         """See the class."""
         self.folder = folder
         self.records = [r for r in ResultsFolder.open(folder).records() if r.get("stage") != "personalized"]
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self._config = config = read_config(folder)
+        self.metric: str = config.get("metric", "accuracy")
         own = {name: value for name, value in config["federation"].items() if name in (*CLOCK, "seed")}
         if not any("work" in record for record in self.records):
             raise ValueError(f"{folder} says nothing of its clients' work: it was made by an earlier version")
@@ -75,8 +76,7 @@ class Timed:
         """What everybody does in the first rounds."""
         records = self.records[:rounds]
         if protocol == "asynchronous":
-            config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-            wait_free = config["federation"]["protocol"] == "wait-free"
+            wait_free = self._config["federation"]["protocol"] == "wait-free"
             works = [Work(*work) for record in records for work in record["work"]]
             spans = [span for work in works for span in self.clock.turn(work, work.begin, wait_free)]
             return [span for span in spans if span.end > span.begin]
@@ -96,9 +96,9 @@ class Timed:
         return self.clock.scaled(training / ratio / links)
 
     def seconds(self, protocol: str, targets: Sequence[float], model: str, clock: Clock | None = None) -> list[Any]:
-        """To each target, None if it is never reached; then that of all rounds."""
+        """To each target of the run's metric, None if it is never reached; then that of all rounds."""
         times = self.times(protocol, clock)
-        return [*(time_to_target(self.records, times, target, model) for target in targets), times[-1]]
+        return [*(time_to_target(self.records, times, target, model, self.metric) for target in targets), times[-1]]
 
 
 def timed_below(folders: Sequence[Path], changes: Mapping[str, Any]) -> dict[str, list[Timed]]:
@@ -132,8 +132,9 @@ def _shown(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.4g}{unit}"
 
 
-def _columns(targets: Sequence[float]) -> list[str]:
-    return [*(f"to {100 * target:g} %" for target in targets), "all rounds"]
+def _columns(targets: Sequence[float], runs: Mapping[str, Sequence[Timed]]) -> list[str]:
+    share = all(scale_of(seed.metric) == 100 for seeds in runs.values() for seed in seeds)
+    return [*(f"to {100 * target:g} %" if share else f"to {target:g}" for target in targets), "all rounds"]
 
 
 def _ratio(long: float | None, short: float | None) -> float | None:
@@ -147,7 +148,7 @@ def seconds(
 
     Args:
         runs: as `timed_below` finds them.
-        targets: accuracies to reach.
+        targets: values of the runs' metric to reach, such as accuracies.
         model: whose.
         against: speed-ups are against compute-and-wait of the run with this name beside each; None: of itself.
 
@@ -170,7 +171,7 @@ def seconds(
                 raise ValueError(f"there is no compute-and-wait run {base}; known are {', '.join(runs)}")
         row = {"run": label, "protocol": protocol}
         slow = found.get((base, PROTOCOLS[0]), [None] * len(times))
-        for column, value, reference in zip(_columns(targets), times, slow, strict=True):
+        for column, value, reference in zip(_columns(targets, runs), times, slow, strict=True):
             row[f"{column} (s)"] = _shown(value)
             row[f"{column}: speed-up"] = _shown(_ratio(reference, value), "x")
         rows.append(row)
@@ -193,7 +194,7 @@ def speedups(
                 clock = seed.of_ratio(ratio)
                 slow, fast = (seed.seconds(protocol, targets, model, clock) for protocol in PROTOCOLS[:2])
                 found.append([_ratio(a, b) for a, b in zip(slow, fast, strict=True)])
-            for column, values in zip(_columns(targets), zip(*found, strict=True), strict=True):
+            for column, values in zip(_columns(targets, runs), zip(*found, strict=True), strict=True):
                 row[column] = _shown(_mean(values), "x")
             rows.append(row)
     return rows

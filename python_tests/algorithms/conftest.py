@@ -10,6 +10,7 @@ from torch import nn
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Client, ClientRuntime, ClientStore, Method, Plan, Request, Server, Settings, Stage
 from pfl_ext.federation.client import Rows
+from pfl_ext.tasks import task_of
 
 
 @pytest.fixture
@@ -45,11 +46,17 @@ def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Turn:
     def make(method: Method, client: int = 0, round: int = 2, stage: Stage = "train") -> tuple[ClientRuntime, Client]:
         settings = Settings(seed=7)
         rows = {k: Rows(partition.train[k], partition.validation[k], partition.test[k]) for k in range(3)}
-        plan = Plan(method, copy.deepcopy(network), dataset, rows, settings)
+        plan = Plan(method, task_of(dataset), copy.deepcopy(network), dataset, rows, settings)
         runtime = ClientRuntime(plan, ClientStore(len(rows), plan.kept(plan.working_model())))
-        server = Server(network, settings, len(rows))
+        server = Server(task_of(dataset), network, settings, len(rows))
         method.set_up(server)
         runtime.server = server
         return runtime, runtime.begin(Request(client, round, stage))[0]
 
     return make
+
+
+@pytest.fixture
+def by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps are taken by autograd: a method that needs it can be compared to the bit with one that does not."""
+    monkeypatch.setattr("pfl_ext.federation.steps.is_native", lambda dtype: False)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pfl_ext.algorithms import METHODS, Ditto, FedAvg, FedAvgFT, FedProx, PersFL, Standalone
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Federation, Uploads
+from pfl_ext.federation import Client, Federation, Settings, Uploads
 
 
 def _steps(client: Client, name: str, count: int, size: int = 4) -> list[Any]:
@@ -187,7 +187,7 @@ def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
             return (1 - lam) * F.cross_entropy(logits, targets) + lam * temperature**2 * term
 
         a = a - 0.04 * gradient(client, a, batch, loss)
-    method.personalize(client, {"model": teacher, "best": teacher}, {})
+    method.personalize(client, {"model": teacher}, {})
     torch.testing.assert_close(client["personal"], a, rtol=0, atol=1e-12)
     assert client.report["temperature"] == temperature and client.report["lambda"] == lam
 
@@ -197,7 +197,7 @@ def test_the_soft_term_is_not_dead(turn: Turn) -> None:
     for lam in (0.0, 0.5):
         method = _persfl(temperatures=(5.0,), lambdas=(lam,))
         runtime, client = turn(method, stage="finish")
-        method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
+        method.personalize(client, {"model": runtime.server["model"]}, {})
         results.append(client["personal"])
     assert (results[0] - results[1]).abs().max() > 1e-4
 
@@ -207,7 +207,7 @@ def test_both_ways_through_the_grid_choose_the_same_point_and_model(turn: Turn) 
     for grid in ("one-by-one", "batched"):
         method = _persfl(grid=grid, distill_epochs=3, momentum=0.5, weight_decay=0.01)
         runtime, client = turn(method, stage="finish")
-        method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
+        method.personalize(client, {"model": runtime.server["model"]}, {})
         found.append((client["personal"], client.report["temperature"], client.report["lambda"]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-12)
     assert found[0][1:] == found[1][1:]
@@ -216,11 +216,11 @@ def test_both_ways_through_the_grid_choose_the_same_point_and_model(turn: Turn) 
 def test_the_chosen_student_has_the_highest_validation_accuracy_of_the_grid(turn: Turn) -> None:
     method = _persfl(distill_epochs=4)
     runtime, client = turn(method, stage="finish")
-    method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
+    method.personalize(client, {"model": runtime.server["model"]}, {})
     accuracies = []
-    for student in method._one_by_one(client, client.logits(client.train)[0]):
+    for student in method._one_by_one(client, client.outputs(client.train)[0]):
         client.model.load(student)
-        logits, targets = client.logits(client.validation)
+        logits, targets = client.outputs(client.validation)
         accuracies.append(float((logits.argmax(-1) == targets).double().mean()))
     assert client.report["distilled_validation_accuracy"] == max(accuracies)
 
@@ -230,32 +230,56 @@ def test_the_last_model_as_teacher_is_the_ablation_of_table_4(turn: Turn) -> Non
     runtime, client = turn(method, round=9, stage="finish")
     client["teacher"], client["teacher_loss"] = runtime.server["model"], torch.tensor([0.0], dtype=torch.float64)
     last = runtime.server["model"] + 1
-    method.personalize(client, {"model": last, "best": runtime.server["model"]}, {})
+    method.personalize(client, {"model": last}, {})
     assert torch.equal(client["teacher"], last) and client.report["teacher_round"] == 9
 
 
-def test_a_new_user_takes_the_better_of_the_best_and_the_last_global_model(turn: Turn) -> None:
-    method = _persfl()
+def test_a_new_user_chooses_among_all_stored_global_models(turn: Turn) -> None:
+    method = _persfl(stored_models=4)
     runtime, client = turn(method, round=9, stage="finish")
     good = runtime.server["model"]
     bad = good.clone()
     bad[-3:] += torch.tensor([50.0, -50.0, 0.0])
-    method.personalize(client, {"model": bad, "best": good}, {})
-    assert torch.equal(client["teacher"], good)
-    runtime, client = turn(method, round=9, stage="finish")
-    method.personalize(client, {"model": good, "best": bad}, {})
-    assert torch.equal(client["teacher"], good) and client.report["teacher_round"] == 9
+    for best in (6, 7, 8, 9):  # 6 to 9 are the last four rounds; round e is in row (e - 1) % 4
+        runtime, client = turn(method, round=9, stage="finish")
+        stored = torch.stack([good if (best - 1) % 4 == row else bad for row in range(4)])
+        method.personalize(client, {"model": good if best == 9 else bad, "stored": stored}, {})
+        assert torch.equal(client["teacher"], good) and client.report["teacher_round"] == best
 
 
-def test_the_server_keeps_the_model_the_clients_found_best() -> None:
-    method = PersFL()
-    server = {name: torch.tensor([0.0]) for name in ("model", "best")}
-    server["best_loss"] = torch.tensor([float("inf")], dtype=torch.float64)
-    for value, loss in ((1.0, 0.9), (2.0, 0.5), (3.0, 0.7)):
-        sent = {"model": torch.tensor([value]), "validation_loss": torch.tensor([loss], dtype=torch.float64)}
-        method.aggregate(server, Uploads([0], [1], [sent]))
-    # The losses are of the models that the clients received: 0, 1 and 2.
-    assert server["best"].item() == 1.0 and server["best_loss"].item() == 0.5 and server["model"].item() == 3.0
+def test_the_server_stores_the_last_global_models_for_users_that_never_took_part(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(_persfl(stored_models=3), network, dataset, partition, Settings(rounds=5, new_clients=1))
+    models = [run.server["model"] for _ in run.rounds()]
+    assert torch.equal(run.server["stored"], torch.stack([models[3], models[4], models[2]]))
+    assert run.server["took_part"].tolist() == [1, 1, 0]
+    assert "stored" in run.method.sends(run.server, 2, "finish")
+    assert "stored" not in run.method.sends(run.server, 0, "finish")
+    assert "stored" not in run.method.sends(run.server, 2, "evaluate")
+    everyone = Federation(_persfl(), network, dataset, partition, Settings(rounds=1))
+    assert everyone.server["stored"].numel() == 0
+
+
+def test_a_user_that_took_part_in_the_first_round_alone_has_taken_part(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(_persfl(), network, dataset, partition, Settings(rounds=4, participation=0.34, seed=1))
+    records = run.run()
+    first = set(records[0]["clients"])
+    later = {k for record in records[1:4] for k in record["clients"]}
+    assert first - later, "the seed should leave one with round 1 alone"
+    for k in first - later:  # it has received the initial model, which is none of the teachers, and the last one
+        assert run.client_results[k].report["teacher_round"] == 4
+        assert "stored" not in run.method.sends(run.server, k, "finish")
+
+
+def test_the_teacher_of_a_run_of_one_round_is_its_global_model_and_not_the_initial_one(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(_persfl(), network, dataset, partition, Settings(rounds=1, new_clients=1))
+    run.run()
+    assert [result.report["teacher_round"] for result in run.client_results] == [1.0, 1.0, 1.0]
 
 
 def test_persfl_without_validation_data_is_refused(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
@@ -297,6 +321,6 @@ def test_networks_of_linear_layers_are_trained_at_once() -> None:
 def test_among_equal_students_the_first_point_of_the_grid_wins(turn: Turn) -> None:
     method = _persfl(distill_epochs=0)  # all students are the teacher
     runtime, client = turn(method, stage="finish")
-    method.personalize(client, {"model": runtime.server["model"], "best": runtime.server["model"]}, {})
+    method.personalize(client, {"model": runtime.server["model"]}, {})
     assert (client.report["temperature"], client.report["lambda"]) == (1.0, 0.0)
     assert torch.equal(client["personal"], client["teacher"])

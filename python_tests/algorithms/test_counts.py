@@ -14,6 +14,7 @@ from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import ClientRuntime, ClientStore, Federation, Method, Plan, Request, Server, Settings
 from pfl_ext.federation.client import Rows
+from pfl_ext.tasks import Classification
 
 RESNET18 = 11_181_642
 BATCH_NORM = 9_600  # scales and shifts; as many means and variances, and 20 counters, are buffers
@@ -30,7 +31,7 @@ def resnet18() -> nn.Module:
 
 
 def _set_up(method: Method, network: nn.Module) -> Server:
-    server = Server(network, Settings(), 1)
+    server = Server(Classification(), network, Settings(), 1)
     method.set_up(server)
     return server
 
@@ -41,7 +42,14 @@ def _trained_parameters(method: Method, network: nn.Module) -> int:
     nothing = torch.empty(0, dtype=torch.int64)
     images = Dataset.from_tensors(x, torch.arange(2), classes=[str(c) for c in range(10)])
     server = _set_up(method, network)
-    plan = Plan(method, copy.deepcopy(network), images, {0: Rows(torch.arange(2), nothing, nothing)}, Settings())
+    plan = Plan(
+        method,
+        Classification(),
+        copy.deepcopy(network),
+        images,
+        {0: Rows(torch.arange(2), nothing, nothing)},
+        Settings(),
+    )
     runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
     runtime.server = server
     reply = runtime(Request(0, 1, "train"))
@@ -85,7 +93,7 @@ def test_what_a_client_receives_is_what_is_shared(resnet18: nn.Module, name: str
 
 
 # What a client of a method trains beside, or in place of, one whole model.
-_TWO = ("apfl", "ditto", "fedasync", "fedbuff", "perada", "pfedme", "plgu-lf", "scd")
+_TWO = ("apfl", "ditto", "fedasync", "fedbuff", "fml", "perada", "pfedme", "plgu-lf", "scd")
 _OPTIONS: dict[str, dict[str, Any]] = {"perada": {"kd_steps": 0}, "feddf": {"kd_steps": 0}}
 
 
@@ -97,7 +105,14 @@ def test_a_round_says_how_many_parameters_a_client_has_trained(
     network = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
     network[0].weight.requires_grad_(not frozen)
     body, head = (0 if frozen else 4 * 5) + 5 + (5 + 5), 5 * 3 + 3
-    expected = {"fedbabu": body, "fedrod": body + head + head}.get(name, (1 + (name in _TWO)) * (body + head))
+    others = {
+        "fedbabu": body,
+        "fedrod": body + head + head,
+        "fedrod-h": body + head + (3 * 16 + 16) + (16 + 1) * head,
+        "fedem": 3 * (body + head),
+        "gpfl": body + head + 2 * (5 * 5 + 5 + 2 * 5) + 3 * 5,
+    }
+    expected = others.get(name, (1 + (name in _TWO)) * (body + head))
     method = METHODS[name](batch_size=4, **_OPTIONS.get(name, {}))
     run = Federation(method, network, dataset, partition, Settings(rounds=1, participation=0.7))
     record = next(run.rounds())

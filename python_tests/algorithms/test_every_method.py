@@ -1,23 +1,42 @@
-"""What must hold for every method, found by its file."""
+"""What must hold for every method, found by its file: one client, batch normalisation, frozen layers, new clients,
+partial participation, worker processes, a run that is stopped and goes on."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shared_workers import Pool
 from torch import Tensor, nn
 
+from pfl_ext import data
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Federation, InProcess, Settings, WorkingModel
+from pfl_ext.federation import Engine, Federation, InProcess, Record, Settings, WorkingModel
 
 _SHORT: dict[str, dict[str, Any]] = {
     "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
     "fedgen": {"generator_steps": 3},
     "fedbuff": {"buffer": 2},
+    "feddf": {"kd_steps": 3},
+    "perada": {"kd_steps": 3},
+    "fedala": {"most_passes": 12},
+    "cfl": {"first_cut": 2, "eps1": 100.0, "eps2": 0.0, "smallest": 1},
+    "pfedla": {"width": 12, "embedding": 4},
+    "pfedhn": {"width": 12},
+    "pfedhn-pc": {"width": 12},
+    "plgu-ghn": {"width": 12},
 }
+
+
+def _method(name: str) -> Any:
+    return METHODS[name](lr=0.1, batch_size=4, momentum=0.5, **_SHORT.get(name, {}))
 
 
 def _network(frozen: bool) -> nn.Module:
@@ -32,9 +51,8 @@ def _states(run: Federation) -> list[Tensor]:
     assert isinstance(run.engine, InProcess)
     store, size = run.engine.store, run.server.model.size
     kept = [store.read(k, name) for k in range(store.clients) for name in store.names]
-    return [
-        row for vector in (*run.server.values(), *kept) if vector.shape[-1:] == (size,) for row in vector.view(-1, size)
-    ]
+    states = [vector for vector in (*run.server.values(), *kept) if vector.shape[-1:] == (size,)]
+    return [row for vector in states if vector.is_floating_point() for row in vector.view(-1, size)]
 
 
 def _variances(model: WorkingModel, state: Tensor) -> Tensor:
@@ -42,27 +60,115 @@ def _variances(model: WorkingModel, state: Tensor) -> Tensor:
     return torch.cat([piece for name, piece in named if name.endswith("running_var")])
 
 
+def _check_losses(record: Record) -> None:
+    assert record["models"].keys() <= {"global", "personal", "teacher"} and record["models"]
+    for of in (record["models"], record.get("new_clients", {})):
+        for model, splits in of.items():
+            for split, metrics in splits.items():
+                loss = metrics["loss"]["mean"] if isinstance(metrics["loss"], dict) else metrics["loss"]
+                assert math.isfinite(loss), (record["round"], model, split)
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", METHODS)
 def test_batch_normalisation_late_clients_and_partial_participation_give_finite_results(
     name: str, frozen: bool, dataset: Dataset, partition: Partition
 ) -> None:
-    method = METHODS[name](lr=0.1, batch_size=4, momentum=0.5, **_SHORT.get(name, {}))
     settings = Settings(rounds=5, participation=0.5, new_clients=1, join_round=4, personal_global_test=True)
     auxiliary = dataset.subset(torch.arange(20)).unlabelled(dataset)
-    run = Federation(method, _network(frozen), dataset, partition, settings, auxiliary=auxiliary)
+    run = Federation(_method(name), _network(frozen), dataset, partition, settings, auxiliary=auxiliary)
     before = _variances(run.server.model, run.server.model.state())
-    records = run.run()
-    for record in records:
-        assert record["models"].keys() <= {"global", "personal", "teacher"} and record["models"]
-        for of in (record["models"], record["new_clients"]):
-            for model, splits in of.items():
-                for split, metrics in splits.items():
-                    loss = metrics["loss"]["mean"] if isinstance(metrics["loss"], dict) else metrics["loss"]
-                    assert math.isfinite(loss), (record["round"], model, split)
+    for record in run.run():
+        _check_losses(record)
     changed = False
     for state in _states(run):
         variances = _variances(run.server.model, state)
         assert bool((variances > 0).all()), variances
         changed = changed or not torch.equal(variances, before)
     assert changed or not _states(run)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_federation_may_have_one_client(name: str, dataset: Dataset, partition: Partition) -> None:
+    parts = (partition.train[:1], partition.validation[:1], partition.test[:1])
+    one = Partition(*parts, partition.server, partition.test[0])
+    auxiliary = dataset.subset(torch.arange(20)).unlabelled(dataset)
+    method = METHODS[name](
+        lr=0.1, batch_size=4, **{**_SHORT.get(name, {}), **({"buffer": 1} if name == "fedbuff" else {})}
+    )
+    for record in Federation(method, _network(False), dataset, one, Settings(rounds=2), auxiliary=auxiliary).run():
+        _check_losses(record)
+
+
+# ---- the same bits: in workers, and after a stop ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits() -> Dataset:
+    return data.load("digits").subset(torch.arange(240))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    found = Pool(2)
+    yield found
+    found.close()
+
+
+def _run(name: str, digits: Dataset, **options: Any) -> Federation:
+    order = torch.Generator().manual_seed(1)
+    cut = data.PARTITIONERS["dirichlet"](digits, 4, generator=order, alpha=1.0, validation=0.2)
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+    settings = Settings(rounds=3, participation=0.5, new_clients=1, join_round=3, checkpoint_every=1)
+    auxiliary = digits.subset(torch.arange(20)).unlabelled(digits)
+    return Federation(_method(name), network, digits, cut, settings, auxiliary=auxiliary, **options)
+
+
+def _told(records: list[Record]) -> list[str]:
+    return [json.dumps({k: v for k, v in r.items() if not k.startswith("seconds")}) for r in records]
+
+
+def _vectors(run: Federation) -> dict[str, Tensor]:
+    engine: Engine = run.engine
+    return {**{f"server/{name}": vector for name, vector in run.server.items()}, **engine.state()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_workers_and_a_stop_change_no_bit_on_digits(name: str, digits: Dataset, pool: Pool, tmp_path: Path) -> None:
+    whole = _run(name, digits)
+    told = _told(whole.run())
+    expected = _vectors(whole)
+
+    side_by_side = _run(name, digits, engine=pool.engine())
+    vectors: dict[str, Tensor] = {}
+    found = []
+    for record in side_by_side.rounds():
+        found.append(record)
+        vectors = {key: vector.clone() for key, vector in _vectors(side_by_side).items()}
+    assert _told(found) == told
+    _check_equal(vectors, expected)
+
+    stopped = _run(name, digits, folder=tmp_path)
+    rounds = stopped.rounds()
+    assert _told([next(rounds), next(rounds)]) == told[:2]  # the first is saved when the second is asked for
+    rounds.close()
+    resumed = _run(name, digits, folder=tmp_path, resume=True)
+    assert resumed.round == 1
+    assert _told(resumed.run()) == told[1:]
+    _check_equal(_vectors(resumed), expected)
+
+
+def _check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, vector in expected.items():
+        assert torch.equal(found[name], vector), name
+
+
+def test_every_method_has_a_test_by_hand() -> None:
+    """Of a step or of what the server does: a test of its own that names its class."""
+    texts = [
+        path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)
+    ]
+    named = {word for text in texts for word in re.findall(r"\w+", text)}
+    assert [method.__name__ for method in METHODS.values() if method.__name__ not in named] == []

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pfl_ext.algorithms import FedAvg, FedGen
 from pfl_ext.algorithms.fedgen import diversity
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, Federation, Server, Settings, Uploads, WorkingModel
+from pfl_ext.federation import Federation, Server, Settings, Uploads, WorkingModel
 
 SIZE, CLASSES, FEATURES, NOISE, HIDDEN = 4 * 5 + 5 + 5 * 3 + 3, 3, 5, 4, 6
 GENERATOR = (NOISE + CLASSES) * HIDDEN + HIDDEN + HIDDEN * FEATURES + FEATURES
@@ -69,6 +69,7 @@ def test_a_client_trains_on_its_data_and_on_generated_features(turn: Turn) -> No
 
 
 @pytest.mark.parametrize("why", ["lam is 0", "nothing was counted yet"])
+@pytest.mark.usefixtures("by_autograd")
 def test_without_generated_samples_a_client_is_fedavgs(turn: Turn, why: str) -> None:
     runtime, client = turn(_method(lam=0.0) if why == "lam is 0" else _method())
     received = _received(runtime, (1.0, 1.0, 1.0) if why == "lam is 0" else (0.0, 0.0, 0.0))
@@ -175,18 +176,6 @@ def test_a_head_without_linear_layers_is_refused(dataset: Dataset, partition: Pa
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
     with pytest.raises(ValueError, match="the head '1' has none: name another"):
         Federation(FedGen(), network, dataset, partition)
-
-
-def test_data_of_several_labels_a_sample_are_refused(turn: Turn) -> None:
-    runtime, client = turn(_method())
-
-    def batches(*_: Any, **__: Any) -> Any:
-        batch = next(Client.batches(client, 4))
-        yield batch._replace(targets=F.one_hot(batch.targets, CLASSES).double())
-
-    client.batches = batches  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="several labels a sample"):
-        runtime.method.train(client, _received(runtime, (1.0, 1.0, 1.0)))
 
 
 @pytest.mark.parametrize(

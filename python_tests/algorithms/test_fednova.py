@@ -6,19 +6,7 @@ from by_hand import LR, Turn, gradient, server_of
 from torch import Tensor, nn
 
 from pfl_ext.algorithms import FedAvg, FedNova
-from pfl_ext.algorithms.fednova import accumulated_steps
 from pfl_ext.federation import Uploads
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("steps", [0, 1, 2, 7])
-def test_gradients_are_in_a_change_as_often_as_torchs_momentum_has_them(steps: int, momentum: float) -> None:
-    x = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([x], lr=1.0, momentum=momentum)
-    for _ in range(steps):
-        x.grad = torch.ones_like(x)
-        optimizer.step()
-    assert accumulated_steps(steps, momentum) == pytest.approx(-float(x.detach()), rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

@@ -36,6 +36,7 @@ from pfl_ext.federation import (
     Uploads,
     WorkingModel,
 )
+from pfl_ext.tasks import Classification
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def auxiliary(dataset: Dataset) -> Dataset:
 
 
 def _server(module: nn.Module, auxiliary: Dataset | None, held_out: Dataset | None = None, **vectors: Tensor) -> Server:
-    server = Server(module, Settings(seed=7), 3, auxiliary, held_out)
+    server = Server(Classification(), module, Settings(seed=7), 3, auxiliary, held_out)
     server.update(vectors)
     server.round = 1
     return server
@@ -285,7 +286,7 @@ def test_distillation_from_one_teacher_makes_the_distance_small(network: nn.Modu
     teacher = server.model.state()
     generator = torch.Generator().manual_seed(0)
     start = teacher + torch.randn(teacher.shape, generator=generator, dtype=torch.float64)
-    distil(server, method, start, lambda: [teacher])
+    distil(server, method, start, Uploads([0], [1], [{"model": teacher}]))
     assert server.report["distillation_distance"] < 0.1 * server.report["distillation_distance_before"]
     assert torch.equal(server.model.module[0].weight, network[0].weight)  # type: ignore[index, union-attr]
 
@@ -462,6 +463,7 @@ from safetensors.torch import save_file
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Settings
+from pfl_ext.tasks import Classification
 
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 no = torch.zeros(48, dtype=torch.bool)

@@ -10,7 +10,7 @@ from by_hand import LR, Turn, gradient
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pfl_ext.algorithms import PFedHN
+from pfl_ext.algorithms import PFedHN, PFedHNPC
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Settings, Uploads
 
@@ -25,15 +25,23 @@ def _weights(vectors: dict[str, Tensor], client: int) -> Tensor:
 
 
 def _hypernetwork(server: Any) -> dict[str, Tensor]:
-    return {name: vector.clone() for name, vector in server.items() if not name.startswith("momentum/")}
+    """Copies of its tensors by name, and of the embeddings."""
+    shapes = {
+        "features.0.weight": (6, 2), "features.0.bias": (6,), "features.2.weight": (6, 6), "features.2.bias": (6,),
+        "heads.weight": (43, 6), "heads.bias": (43,),
+    }  # fmt: skip
+    parts = server["hypernetwork"].clone().split([torch.Size(shape).numel() for shape in shapes.values()])
+    named = {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+    return {**named, "embeddings": server["embeddings"].clone()}
 
 
 def test_each_client_is_sent_what_the_hypernetwork_makes_of_its_embedding(turn: Turn) -> None:
     runtime, _ = turn(PFedHN(**SMALL))
     for k in range(3):
         sent = runtime.method.sends(runtime.server, k, "train")["model"]
-        torch.testing.assert_close(sent, _weights(runtime.server, k), rtol=0, atol=1e-15)
-    assert not torch.equal(_weights(runtime.server, 0), _weights(runtime.server, 1))
+        torch.testing.assert_close(sent, _weights(_hypernetwork(runtime.server), k), rtol=0, atol=1e-15)
+    vectors = _hypernetwork(runtime.server)
+    assert not torch.equal(_weights(vectors, 0), _weights(vectors, 1))
 
 
 def test_a_client_sends_how_sgd_changed_its_weights(turn: Turn) -> None:
@@ -71,7 +79,7 @@ def test_the_servers_steps_are_torchs_sgd_on_the_jacobians_products(turn: Turn, 
         **SMALL, server_lr=0.2, embedding_lr=0.3, server_momentum=momentum, server_weight_decay=0.01, clip=clip
     )  # fmt: skip
     runtime, _ = turn(method)
-    leaves = {name: vector.requires_grad_() for name, vector in _hypernetwork(runtime.server).items()}
+    leaves = {name: vector.detach().clone().requires_grad_() for name, vector in _hypernetwork(runtime.server).items()}
     embeddings = leaves["embeddings"]
     groups = [
         {"params": [vector for name, vector in leaves.items() if name != "embeddings"]},
@@ -95,8 +103,9 @@ def test_the_servers_steps_are_torchs_sgd_on_the_jacobians_products(turn: Turn, 
         optimizer.step()
         method.aggregate(runtime.server, Uploads(clients, [5, 1], [{"difference": d} for d in differences]))
         assert runtime.server.report["gradient_norm"] == pytest.approx(float(norm), rel=1e-12)
+        found = _hypernetwork(runtime.server)
         for name, vector in leaves.items():
-            torch.testing.assert_close(runtime.server[name], vector.detach(), rtol=0, atol=1e-13)
+            torch.testing.assert_close(found[name], vector.detach(), rtol=0, atol=1e-13)
 
 
 def test_every_part_of_the_hypernetwork_gets_a_gradient_and_other_clients_embeddings_get_none(turn: Turn) -> None:
@@ -105,8 +114,9 @@ def test_every_part_of_the_hypernetwork_gets_a_gradient_and_other_clients_embedd
     before = _hypernetwork(runtime.server)
     sent = method.train(client, method.sends(runtime.server, 0, "train"))
     method.aggregate(runtime.server, Uploads([0], [8], [sent]))
+    after = _hypernetwork(runtime.server)
     for name, vector in before.items():
-        assert not torch.equal(runtime.server[name], vector), name
+        assert not torch.equal(after[name], vector), name
     assert torch.equal(runtime.server["embeddings"][1:], before["embeddings"][1:])
 
 
@@ -116,7 +126,8 @@ def test_what_is_counted_as_sent_is_the_generated_weights(
     run = Federation(PFedHN(lr=LR), network, dataset, partition, Settings(rounds=1, participation=0.7))
     counted = run.run()[0]["communication"]
     assert counted["up_parameters"] == counted["down_parameters"] == 2 * 43
-    assert run.server["embeddings"].shape == (3, 1) and run.server["heads.weight"].shape == (43, 100)
+    assert run.server["embeddings"].shape == (3, 1)
+    assert len(run.server["hypernetwork"]) == 200 + 3 * (100 * 100 + 100) + 43 * 101
 
 
 def test_a_client_that_never_took_part_is_evaluated_by_its_own_embedding(
@@ -133,9 +144,10 @@ def test_a_client_that_never_took_part_is_evaluated_by_its_own_embedding(
 
 def test_the_heads_can_begin_around_the_networks_own_weights(turn: Turn) -> None:
     runtime, client = turn(PFedHN(**SMALL, start="network"))
-    assert torch.equal(runtime.server["heads.bias"], client.model.state())
+    found = _hypernetwork(runtime.server)
+    assert torch.equal(found["heads.bias"], client.model.state())
     other, _ = turn(PFedHN(**SMALL))
-    assert torch.equal(runtime.server["heads.weight"], other.server["heads.weight"])
+    assert torch.equal(found["heads.weight"], _hypernetwork(other.server)["heads.weight"])
 
 
 def test_buffers_and_frozen_parameters_are_not_generated(dataset: Dataset, partition: Partition) -> None:
@@ -143,7 +155,7 @@ def test_buffers_and_frozen_parameters_are_not_generated(dataset: Dataset, parti
     network = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
     network[3].bias.requires_grad_(False)
     run = Federation(PFedHN(**SMALL), network, dataset, partition, Settings(rounds=1))
-    assert run.server["heads.bias"].numel() == 25 + 10 + 15
+    assert len(run.server["hypernetwork"]) == 18 + 42 + (25 + 10 + 15) * 7
     (record,) = run.run()
     sent = run.method.sends(run.server, 0, "train")["model"]
     run.server.model.load(sent)
@@ -160,3 +172,21 @@ def test_buffers_and_frozen_parameters_are_not_generated(dataset: Dataset, parti
 def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} is {value!r}; accepted is a value"):
         PFedHN(**{option: value})
+
+
+def test_the_personal_classifier_stays_with_the_client(turn: Turn) -> None:
+    """pFedHN-PC: the hypernetwork makes the body, the head is the client's and goes on from its last turn."""
+    runtime, client = turn(PFedHNPC(**SMALL))
+    body = 4 * 5 + 5
+    received = runtime.method.sends(runtime.server, 0, "train")
+    assert received["model"].shape == (body,)
+    head = client.model.state()[body:] + 0.1
+    client["head"] = head
+    v = torch.cat([received["model"], head])
+    for batch in client.batches(4):
+        v = v - LR * gradient(client, v, batch)
+    sent = runtime.method.train(client, received)
+    torch.testing.assert_close(sent["difference"], received["model"] - v[:body], rtol=0, atol=1e-14)
+    torch.testing.assert_close(client["head"], v[body:], rtol=0, atol=1e-14)
+    evaluated = runtime.method.models(client, received)["personal"]
+    assert torch.equal(evaluated, torch.cat([received["model"], client["head"]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_a_tensor_can_be_a_layer(turn: Turn) -> None:
     assert torch.equal(client["personal"], expected)
 
 
-@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"full_radius": True}, RHO)])
+@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"radius": "mean"}, RHO)])
 def test_the_first_turn_begins_with_equal_scores_and_its_first_step_is_sams(
     turn: Turn, options: dict[str, Any], radius: float
 ) -> None:
@@ -108,7 +109,7 @@ def test_the_first_turn_begins_with_equal_scores_and_its_first_step_is_sams(
     torch.testing.assert_close(sent, expected, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"full_radius": True}, RHO)])
+@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"radius": "mean"}, RHO)])
 def test_without_personal_layers_it_is_fedsam_to_the_bit(
     options: dict[str, Any], radius: float, dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
@@ -124,6 +125,7 @@ def test_without_personal_layers_it_is_fedsam_to_the_bit(
     assert last["training"]["trained_parameters"] == expected["training"]["trained_parameters"] == sum(SIZES)
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_with_all_layers_personal_clients_have_models_of_their_own_to_the_bit(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
@@ -137,9 +139,9 @@ def test_with_all_layers_personal_clients_have_models_of_their_own_to_the_bit(
     assert torch.equal(kept[0]["personal/rows"], kept[1]["personal/rows"])
 
 
-@pytest.mark.parametrize("full_radius", [False, True])
-def test_equal_scores_are_sam(full_radius: bool) -> None:
-    method = PLGULF(rho=RHO, full_radius=full_radius)
+@pytest.mark.parametrize("radius", ["sum", "mean", "full"])
+def test_equal_scores_are_sam(radius: str) -> None:
+    method = PLGULF(rho=RHO, radius=radius)
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (7, 3, 5)]
     gradients = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (7, 3, 5)]
@@ -149,9 +151,43 @@ def test_equal_scores_are_sam(full_radius: bool) -> None:
         method.perturb(moved[name], gradients, [0, 0, 1], scores, None)
     norm = torch.cat(gradients).norm()
     for given, none, x, g in zip(moved["given"], moved["none"], start, gradients, strict=True):
-        sam = x + (RHO if full_radius else RHO / 2) * g / norm
+        sam = x + (RHO / 2 if radius == "sum" else RHO) * g / norm
         torch.testing.assert_close(given, sam, rtol=0, atol=1e-15)
         torch.testing.assert_close(none, sam, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("norm", ["global", "layer"])
+@pytest.mark.parametrize("p", [1.5, 2.0, 3.0, math.inf])
+def test_the_full_radius_is_the_norm_of_the_perturbation_whatever_the_scores(p: float, norm: str) -> None:
+    method = PLGULF(rho=RHO, p=p, norm=norm, radius="full")
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (7, 3, 5)]
+    for scores in (torch.tensor([0.9, 0.1], dtype=torch.float64), torch.tensor([0.0, 1.0], dtype=torch.float64), None):
+        moved = [torch.zeros_like(g) for g in gradients]
+        method.perturb(moved, gradients, [0, 0, 1], scores, None)
+        torch.testing.assert_close(torch.cat(moved).norm(p=p).item(), RHO, rtol=1e-12, atol=0)
+    # No gradient, no perturbation, and no NaN.
+    moved = [torch.zeros_like(g) for g in gradients]
+    method.perturb(moved, moved, [0, 0, 1], torch.tensor([0.9, 0.1], dtype=torch.float64), None)
+    assert not torch.cat(moved).any()
+
+
+def test_normalisation_layers_can_be_left_out_of_the_scores() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    model = WorkingModel(module)
+    groups = model.layers().groups
+    method = PLGULF(score_norms=False)
+    without = method.left_out(model, model.trained, groups)
+    assert without is not None and without.tolist() == [False, True, False]
+    assert PLGULF().left_out(model, model.trained, groups) is None
+    w = model.state()
+    theta = w + torch.randn(len(w), generator=torch.Generator().manual_seed(1), dtype=w.dtype)
+    scored = PLGULF().scores(model.tensors(theta), model.tensors(w), groups)
+    left = method.scores(model.tensors(theta), model.tensors(w), groups, without)
+    expected = scored.masked_fill(torch.tensor([False, True, False]), 0.0)
+    torch.testing.assert_close(left, expected / expected.sum())
+    assert method.scores(model.tensors(w), model.tensors(w), groups, without).tolist() == [0.5, 0.0, 0.5]
 
 
 def test_scores_by_the_root_of_the_size_are_root_mean_squares() -> None:

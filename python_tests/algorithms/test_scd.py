@@ -26,6 +26,8 @@ def _divergence(p: Tensor, q: Tensor, tau: float, form: str) -> Tensor:
     s, r = torch.fft.fft(p).abs()[:count], torch.fft.fft(q).abs()[:count]
     if form == "normalized":
         s, r = s / s.sum(), r / r.sum()
+    elif form == "mean":
+        s, r = s / s.mean(), r / r.mean()
     value = (s * (s.log() - r.log())).sum()
     return value + (r - s).sum() if form == "generalized" else value
 
@@ -40,7 +42,7 @@ def _step(client: Client, state: Tensor, teacher: Tensor, lam: float, tau: float
     return state - LR * gradient
 
 
-@pytest.mark.parametrize("form", ["normalized", "paper", "generalized"])
+@pytest.mark.parametrize("form", ["normalized", "paper", "generalized", "mean"])
 def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) -> None:
     method = SCD(lr=LR, momentum=0.0, batch_size=4, lam_g=0.3, lam_p=0.2, tau=0.4, form=form, personal_epochs=2)
     runtime, client = turn(method)
@@ -57,6 +59,7 @@ def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) 
     torch.testing.assert_close(client["personal"], personal, rtol=0, atol=1e-11)
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_without_both_terms_it_is_fedavg_and_standalone(turn: Turn) -> None:
     options = {"lr": LR, "momentum": 0.5, "batch_size": 4}
     runtime, client = turn(SCD(**options, lam_g=0.0, lam_p=0.0))
@@ -82,6 +85,28 @@ def test_neither_term_is_dead(turn: Turn, which: str) -> None:
     assert (results[0] - results[1]).abs().max() > 1e-4
 
 
+def test_beta_pulls_the_personal_model_towards_the_generic_one_by_a_distance_that_is_not_squared(turn: Turn) -> None:
+    results = []
+    for beta in (0.0, 0.5):
+        method = SCD(lr=LR, momentum=0.0, batch_size=8, lam_g=0.0, lam_p=0.0, beta=beta, local_epochs=0)
+        runtime, client = turn(method)
+        w = runtime.server["model"]
+        start = w + 0.1 * torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=w.dtype)
+        client["personal"] = start
+        personalize(runtime, client, {}, {"model": w})
+        results.append(client["personal"])
+    # One step on one batch: the difference is the gradient of 0.5 |v - w|, of the length 0.5 wherever v is.
+    pulled = (results[0] - results[1]) / LR
+    torch.testing.assert_close(pulled, 0.5 * (start - w) / (start - w).norm(), rtol=0, atol=1e-11)
+
+
+def test_beta_gives_no_nan_where_both_models_are_equal(turn: Turn) -> None:
+    runtime, client = turn(SCD(lr=LR, batch_size=8, lam_p=0.0, beta=0.5))
+    client["personal"] = runtime.server["model"]
+    personalize(runtime, client, {}, {"model": runtime.server["model"]})
+    assert client["personal"].isfinite().all()
+
+
 def test_tau_zero_is_no_generic_term(turn: Turn) -> None:
     results = []
     for options in ({"tau": 0.0}, {"lam_g": 0.0}):
@@ -91,6 +116,7 @@ def test_tau_zero_is_no_generic_term(turn: Turn) -> None:
 
 
 @pytest.mark.parametrize(("lam_g", "lam_p", "same"), [(0.05, 0.0, "personal"), (0.0, 0.01, "model")])
+@pytest.mark.usefixtures("by_autograd")
 def test_without_one_term_that_model_is_standalones_or_fedavgs(
     turn: Turn, lam_g: float, lam_p: float, same: str
 ) -> None:
@@ -109,6 +135,7 @@ def test_without_one_term_that_model_is_standalones_or_fedavgs(
     assert not torch.equal(different, expected)
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_whole_runs_without_both_terms_are_fedavgs_and_standalones(dataset: Any, partition: Any, network: Any) -> None:
     options, settings = {"lr": LR, "momentum": 0.5, "batch_size": 4}, Settings(rounds=3)
     run = Federation(SCD(**options, lam_g=0.0, lam_p=0.0), network, dataset, partition, settings)

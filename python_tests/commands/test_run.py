@@ -12,7 +12,7 @@ import pytest
 from pfl_ext.algorithms import METHODS
 from pfl_ext.cli import main
 from pfl_ext.commands import run
-from pfl_ext.reports import ResultsFolder
+from pfl_ext.reports import ResultsFolder, read_config
 
 QUICK = ["--clients", "3", "--rounds", "1", "--lr", "0.1", "--quiet", "--no-plots"]
 
@@ -105,7 +105,7 @@ def test_help_shows_the_options_of_the_method_in_groups(
         main(["run", *arguments])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    for group in ("method ditto:", "data and network:", "partition ds1:", "network:", "output:"):
+    for group in ("method ditto:", "data, task and network:", "partition ds1:", "network:", "output:"):
         assert f"\n{group}\n" in text
     assert "--lam LAM" in text and "--mu" not in text and "--overwrite" in text
 
@@ -129,7 +129,7 @@ def test_overwrite_begins_anew_and_resume_goes_on(capsys: pytest.CaptureFixture[
     assert len(ResultsFolder.open("out").records()) == 2
     assert main([*arguments, "--seed", "1", "--overwrite"]) == 0
     assert len(ResultsFolder.open("out").records()) == 1
-    assert ResultsFolder.open("out").read_json("config.json")["federation"]["seed"] == 1
+    assert read_config(Path("out"))["federation"]["seed"] == 1
 
 
 def test_a_comparison_refuses_folders_of_earlier_runs_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:

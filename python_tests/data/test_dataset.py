@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pfl_ext.data import Dataset
-from pfl_ext.data.dataset import channel_statistics
+from pfl_ext.data.statistics import channel_statistics
 
 
 def images(n: int = 12, channels: int = 3, seed: int = 0) -> torch.Tensor:
@@ -126,8 +126,9 @@ def test_the_fingerprint_follows_the_content_and_nothing_else(dataset):
         ({"targets": torch.zeros(17, dtype=torch.int64)}, "17 entries for 18 samples"),
         ({"targets": torch.full((18,), 3)}, "from 3 to 3 for 3 classes"),
         ({"targets": torch.zeros(18, dtype=torch.int32)}, "int32"),
-        ({"targets": torch.zeros(18, 2)}, "for 3 labels"),
-        ({"inputs": torch.zeros(18, 2, dtype=torch.int64)}, "uint8 or floating"),
+        ({"targets": torch.zeros(18, 2)}, "for 3 labels or classes"),
+        ({"inputs": torch.zeros(18, 2, dtype=torch.complex64)}, "uint8, floating or integer"),
+        ({"inputs": torch.zeros(18, 2, dtype=torch.int64)}, "are not normalised"),
         ({"is_test": torch.zeros(18)}, "bool"),
         ({"domain": torch.ones(18, dtype=torch.int64), "domains": ("a",)}, "for 1 domains"),
         ({"mean": None}, "come together"),
@@ -146,8 +147,33 @@ def test_parts_of_different_shape_are_refused():
         Dataset.from_tensors(images(), torch.arange(12), images(channels=1), torch.arange(12))
     with pytest.raises(ValueError, match="come together"):
         Dataset.from_tensors(images(), torch.arange(12), images())
-    with pytest.raises(ValueError, match="whole"):
-        Dataset.from_tensors(images(), torch.rand(12))
+
+
+def test_floating_targets_are_numbers_to_predict_unless_all_are_0_or_1():
+    numbers = Dataset.from_tensors(images(), torch.rand(12))
+    assert numbers.classes == () and not numbers.multilabel and not numbers.one_class
+    assert Dataset.from_tensors(images(), torch.rand(12, 2)).classes == ()
+    labels = Dataset.from_tensors(images(), torch.eye(3).repeat(4, 1))
+    assert labels.classes == ("0", "1", "2") and labels.multilabel
+
+
+def test_a_column_of_zeros_and_ones_is_a_label_or_a_number_and_the_user_says_which():
+    column = torch.tensor([0.0, 1.0]).repeat(6)[:, None]
+    with pytest.raises(ValueError, match=r"a label or a number to predict\? Say classes="):
+        Dataset.from_tensors(images(), column)
+    assert Dataset.from_tensors(images(), column, classes=("ill",)).multilabel
+    assert not Dataset.from_tensors(images(), column, classes=()).multilabel
+    assert Dataset.from_tensors(images(), column, classes=()).batch([1])[1].tolist() == [[1.0]]
+
+
+def test_classes_of_pixels_keep_their_type_and_may_be_missing():
+    masks = torch.arange(12)[:, None, None].expand(12, 4, 4) % 3
+    masks = torch.where(torch.arange(4) == 0, -100, masks)
+    found = Dataset.from_tensors(images(), masks)
+    assert found.classes == ("0", "1", "2") and not found.one_class
+    assert found.batch([4])[1].dtype == torch.int64
+    with pytest.raises(ValueError, match="from -1 to 2 for 3 classes"):
+        Dataset.from_tensors(images(), torch.where(masks == -100, -1, masks))
 
 
 class Pictures(torch.utils.data.Dataset):

@@ -20,6 +20,7 @@ from pfl_ext.algorithms import Ditto, FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition
 from pfl_ext.engines import EngineOptions, Workers, make_engine
 from pfl_ext.federation import Diverged, Federation, InProcess, Plan, Record, Settings
+from pfl_ext.tasks import Classification
 
 QUICK: dict[str, Any] = {"lr": 0.1, "batch_size": 4}
 
@@ -178,7 +179,7 @@ def test_data_on_another_device_are_refused(
 ) -> None:
     monkeypatch.setattr(Dataset, "device", torch.device("cuda:1"))
     with pytest.raises(ValueError, match="2 workers on cuda:1; workers train on the cpu"):
-        Workers(2).start(Plan(FedAvg(), network, dataset, {}, Settings()))
+        Workers(2).start(Plan(FedAvg(), Classification(), network, dataset, {}, Settings()))
 
 
 def test_options_choose_the_engine() -> None:
@@ -186,5 +187,5 @@ def test_options_choose_the_engine() -> None:
     several = make_engine(EngineOptions(workers=3))
     assert isinstance(several, Workers) and several.workers == 3
     assert EngineOptions(workers=3).identity() == {}
-    with pytest.raises(ValueError, match="workers is 0; accepted is a value of 1 or more"):
+    with pytest.raises(ValueError, match="workers is 0; accepted is a value from 1 to 1024"):
         EngineOptions(workers=0)

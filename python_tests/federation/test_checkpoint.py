@@ -137,7 +137,7 @@ def test_a_header_does_not_grow_with_rounds_and_has_no_records(
     if isinstance(method, FedAvg):  # elsewhere more clients keep something
         assert sizes[10] == sizes[last - 1]
     content = json.loads(late["__metadata__"]["content"])
-    assert content.keys() == {"versions", "identity", "state", "tensors"}
+    assert content.keys() == {"versions", "identity", "state", "shards", "tensors"}
     assert content["state"]["round"] == last - 1
     text = json.dumps(content["state"])
     assert len(text) < 300 and not any(word in text for word in ("communication", "seconds", "training", "work"))

@@ -11,6 +11,7 @@ from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Client, ClientRuntime, ClientStore, Plan, Request, Settings, WorkingModel
 from pfl_ext.federation.client import Rows
+from pfl_ext.tasks import Classification
 
 
 def _rows(partition: Partition, client: int = 0) -> Rows:
@@ -20,7 +21,7 @@ def _rows(partition: Partition, client: int = 0) -> Rows:
 @pytest.fixture
 def client(dataset: Dataset, partition: Partition, network: nn.Module) -> Client:
     store = ClientStore(6, {"v": torch.zeros(2)})
-    return Client(0, 1, "train", WorkingModel(network), dataset, _rows(partition), store, Settings())
+    return Client(0, 1, "train", Classification(), WorkingModel(network), dataset, _rows(partition), store, Settings())
 
 
 def _order(client: Client, **options: object) -> list[int]:
@@ -42,9 +43,9 @@ def test_the_order_depends_on_stream_round_and_client(
     client.round = 2
     assert _order(client) != first
     store, rows = ClientStore(6, {}), _rows(partition)
-    reseeded = Client(0, 1, "train", client.model, dataset, rows, store, Settings(seed=1))
+    reseeded = Client(0, 1, "train", Classification(), client.model, dataset, rows, store, Settings(seed=1))
     assert _order(reseeded) != first
-    another = Client(1, 1, "train", client.model, dataset, rows, store, Settings())
+    another = Client(1, 1, "train", Classification(), client.model, dataset, rows, store, Settings())
     assert _order(another) != first
 
 
@@ -102,7 +103,7 @@ class _Keeping(FedAvg):
 def test_what_is_set_is_kept_when_the_turn_ends_without_an_error_and_not_before(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
-    plan = Plan(_Keeping(), network, dataset, {0: _rows(partition)}, Settings())
+    plan = Plan(_Keeping(), Classification(), network, dataset, {0: _rows(partition)}, Settings())
     model = plan.working_model()
     store = ClientStore(1, plan.kept(model))
     runtime = ClientRuntime(plan, store)
@@ -117,10 +118,10 @@ def test_what_is_set_is_kept_when_the_turn_ends_without_an_error_and_not_before(
 
 def test_logits_leave_the_models_mode_and_do_not_depend_on_how_many_are_asked_for(client: Client) -> None:
     client.model.module.train()
-    logits, targets = client.logits(client.train)
+    logits, targets = client.outputs(client.train)
     assert client.model.module.training and logits.shape == (client.samples, 3) and len(targets) == client.samples
     assert not logits.requires_grad
-    one, _ = client.logits(client.train[:1])
+    one, _ = client.outputs(client.train[:1])
     torch.testing.assert_close(one[0], logits[0])
 
 
@@ -128,9 +129,11 @@ def test_logits_are_those_of_evaluation_whatever_mode_the_model_is_in(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     module = nn.Sequential(network, nn.BatchNorm1d(3), nn.Dropout(0.5)).train()
-    client = Client(0, 1, "train", WorkingModel(module), dataset, _rows(partition), ClientStore(6, {}), Settings())
+    client = Client(
+        0, 1, "train", Classification(), WorkingModel(module), dataset, _rows(partition), ClientStore(6, {}), Settings()
+    )
     before = client.model.state()
-    logits, _ = client.logits(client.train)
+    logits, _ = client.outputs(client.train)
     assert torch.equal(client.model.state(), before)  # no statistics were updated
     assert torch.equal(logits, module.eval()(dataset.batch(client.train)[0]))
 
@@ -139,7 +142,9 @@ def test_smaller_last_batches_can_be_left_out(
     client: Client, dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     store = ClientStore(6, {})
-    full = Client(0, 1, "train", client.model, dataset, _rows(partition), store, Settings(drop_last=True))
+    full = Client(
+        0, 1, "train", Classification(), client.model, dataset, _rows(partition), store, Settings(drop_last=True)
+    )
     size = client.samples // 2 + 1
     assert [len(b.rows) for b in client.batches(size, epochs=2)] == 2 * [size, client.samples - size]
     assert [len(b.rows) for b in full.batches(size, epochs=2)] == 2 * [size]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pfl_ext.algorithms import METHODS, FedAvg
-from pfl_ext.data import Dataset, Partition
+from pfl_ext.data import PARTITIONERS, Dataset, Partition
 from pfl_ext.federation import Federation, ForeignCheckpoint, Settings
 
 QUICK = {"lr": 0.1, "batch_size": 4}
@@ -86,6 +86,10 @@ def test_an_option_with_an_influence_is_part_of_a_runs_identity(
     if name == "device":
         return  # no run on another device can be made here
     module = _plain() if name.startswith("dp_") else network
+    if name == "augmentation":  # for images alone
+        dataset = dataclasses.replace(dataset, inputs=dataset.inputs.view(-1, 1, 2, 2))
+        partition = PARTITIONERS["ds1"](dataset, 6, generator=torch.Generator(), k=2)
+        module = nn.Sequential(nn.Flatten(), network)
     runs = [Federation(FedAvg(**QUICK), module, dataset, partition, settings).identity for settings in (ours, theirs)]
     first, second = (json.loads(json.dumps(identity)) for identity in runs)
     assert {key for key in first if first[key] != second[key]} == {name}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -181,7 +183,7 @@ def test_a_layer_is_a_module_with_its_buffers_or_a_tensor() -> None:
 def test_two_models_change_places_without_a_copy() -> None:
     model = WorkingModel(_network())
     first = model.state()
-    other = model.copies()
+    other = model.second()
     model.load(first + 1)
     second, memory = model.state(), [p.data_ptr() for p in model.trained]
     model.exchange(other)
@@ -241,3 +243,59 @@ def test_a_digest_and_a_layout_tell_frozen_numbers_too() -> None:
     assert ("0.weight", [4, 2, 3, 3]) in model.layout()
     network[0].weight.data[0] += 1
     assert model.digest() != before and torch.equal(model.state(), state)
+
+
+def test_all_tensors_lie_side_by_side_in_the_order_of_a_state() -> None:
+    model = WorkingModel(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    first, offset = model.trained[0], 0
+    tensors = dict([*model.module.named_parameters(), *model.module.named_buffers()])
+    for name in model.names:
+        tensor = tensors[name]
+        if tensor.is_floating_point():
+            assert tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr(), name
+            assert tensor.storage_offset() == offset, name
+        offset += tensor.numel()
+    assert offset == model.size
+
+
+def test_a_buffer_that_a_module_replaced_is_still_set_and_read() -> None:
+    model = WorkingModel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    norm = model.module[1]
+    norm.running_mean = torch.tensor([5.0, 6.0])
+    state = model.state()
+    place = model.names.index("1.running_mean")
+    assert model.pieces(state)[place].tolist() == [5.0, 6.0]
+    model.load(state + 1)
+    assert norm.running_mean.tolist() == [6.0, 7.0]
+    assert torch.equal(model.state(), state + 1)
+
+
+def test_a_parameter_with_other_memory_is_still_set_and_read() -> None:
+    model = WorkingModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    model.trained[0].data = torch.full((2, 2), 9.0)
+    state = model.state()
+    assert model.pieces(state)[0].tolist() == [9.0] * 4
+    model.load(state + 1)
+    assert model.trained[0].tolist() == [[10.0, 10.0]] * 2
+    assert torch.equal(model.state(), state + 1)
+
+
+def test_autograd_learns_that_a_state_was_loaded() -> None:
+    model = WorkingModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    loss = model(torch.ones(1, 2)).sum()
+    model.load(model.state() + 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inputs", [1, 3])
+def test_weights_keep_the_strides_that_layers_choose_by(inputs: int) -> None:
+    plain = nn.Sequential(nn.Conv2d(inputs, 4, 3), nn.Conv2d(4, 2, 1)).to(memory_format=torch.channels_last)
+    model = WorkingModel(copy.deepcopy(plain))
+    for mine, given in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert mine.stride() == given.stride()
+        assert torch.equal(mine, given)
+    other = model.second()
+    model.exchange(other)
+    for mine, given in zip(model.module.parameters(), plain.parameters(), strict=True):
+        assert mine.stride() == given.stride()

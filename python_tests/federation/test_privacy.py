@@ -22,11 +22,11 @@ from pfl_ext.federation import (
     Settings,
     Steps,
     WorkingModel,
-    classification_loss,
     sam,
 )
 from pfl_ext.federation.privacy import epsilon, private_gradients, refuse_batch_norm, sampling
 from pfl_ext.federation.settings import Privacy
+from pfl_ext.tasks import Classification
 
 
 # What opacus.accountants.analysis.rdp of Opacus 1.6.0 gives (compute_rdp, get_privacy_spent) with its default orders.
@@ -69,7 +69,7 @@ def test_private_gradients_are_clipped_sample_by_sample() -> None:
     y = torch.arange(6) % 3
     privacy = Privacy(dp_noise=0.7, dp_clip=2.75, dp_delta=1e-5)
     loss, found = private_gradients(
-        model, model.trained, x, y, classification_loss, privacy, 4.0, torch.Generator().manual_seed(3)
+        model, model.trained, x, y, Classification().loss, privacy, 4.0, torch.Generator().manual_seed(3)
     )
     expected = [torch.zeros_like(p) for p in model.trained]
     norms = []
@@ -92,7 +92,7 @@ def test_an_empty_batch_is_noise_alone() -> None:
     nothing = torch.empty(0, 4, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
     noise = torch.Generator().manual_seed(3)
     loss, found = private_gradients(
-        model, model.trained, *nothing, classification_loss, Privacy(dp_noise=1.0, dp_clip=2.0), 4.0, noise
+        model, model.trained, *nothing, Classification().loss, Privacy(dp_noise=1.0, dp_clip=2.0), 4.0, noise
     )
     again = torch.Generator().manual_seed(3)
     assert float(loss) == 0
@@ -107,7 +107,7 @@ def test_many_samples_are_taken_in_parts_with_the_same_sum(monkeypatch: pytest.M
 
     def gradients() -> list[Tensor]:
         quiet = Privacy(dp_clip=0.5)
-        return private_gradients(model, model.trained, x, y, classification_loss, quiet, 4.0, torch.Generator())[1]
+        return private_gradients(model, model.trained, x, y, Classification().loss, quiet, 4.0, torch.Generator())[1]
 
     whole = gradients()
     monkeypatch.setattr("pfl_ext.federation.privacy._NUMBERS", 100)  # two samples at a time
@@ -127,7 +127,7 @@ def test_the_networks_for_privacy_have_per_sample_gradients(name: str) -> None:
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = torch.tensor([0, 2])
     quiet = Privacy(dp_clip=1e9)  # nothing is clipped: the sum of the samples' gradients
-    _, found = private_gradients(model, model.trained, x, y, classification_loss, quiet, 2.0, torch.Generator())
+    _, found = private_gradients(model, model.trained, x, y, Classification().loss, quiet, 2.0, torch.Generator())
     expected = torch.autograd.grad(F.cross_entropy(model(x), y), model.trained)
     for g, e in zip(found, expected, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-8, atol=1e-10)
@@ -186,7 +186,7 @@ def test_a_method_that_says_it_is_private_and_trains_otherwise_is_refused_in_its
             return {"model": client.model.state()}
 
     run = Federation(Wrong(), nn.Linear(4, 3).double(), dataset, partition, Settings(rounds=1, dp_clip=1.0))
-    with pytest.raises(ValueError, match="another loss or steps"):
+    with pytest.raises(ValueError, match="another loss, or takes a gradient elsewhere"):
         run.run()
 
 
@@ -230,6 +230,9 @@ def test_both_adapters_of_every_client_are_accounted_for_together(dataset: Datas
         # 1 pass of the local and 2 of the personal adapter in each of 3 rounds; distillation sees no client's data.
         steps = 3 * 3 * batches
         assert run.client_results[k].report["epsilon"] == pytest.approx(epsilon(1 / batches, 1.2, steps, 1e-5)), samples
+        # The personal adapter is never sent: against the server the local one's 3 passes are what counts.
+        sent = run.client_results[k].report["epsilon_sent"]
+        assert sent == pytest.approx(epsilon(1 / batches, 1.2, 3 * batches, 1e-5)), samples
 
 
 def test_a_private_run_is_resumed_to_the_bit_with_its_account(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pfl_ext.algorithms import FedAvg
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Client, Diverged, Federation, Method, Server, Settings, Stage, Uploads
+from pfl_ext.tasks import Classification
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def test_a_server_that_trains_gives_the_same_bits_resumed_and_beside_other_rando
 
 
 def test_the_servers_streams_differ_by_round_and_name(network: nn.Module) -> None:
-    server = Server(network, Settings(seed=1), clients=6)
+    server = Server(Classification(), network, Settings(seed=1), clients=6)
     drawn = []
     for server.round in (1, 2):
         drawn += [torch.rand((), generator=server.stream(name)).item() for name in ("noise", "batches")]
     assert len(set(drawn)) == 4
     server.round = 1
     assert torch.rand((), generator=server.stream("noise")).item() == drawn[0]
-    other = Server(network, Settings(seed=2), clients=6)
+    other = Server(Classification(), network, Settings(seed=2), clients=6)
     other.round = 1
     assert torch.rand((), generator=other.stream("noise")).item() not in drawn
 

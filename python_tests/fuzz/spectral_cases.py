@@ -18,7 +18,9 @@ from pfl_ext.ops._declare import OPS
 
 _LENGTHS = [1, 2, 3, 4, 5, 7, 8, 12, 13, 16, 31, 60, 64, 97, 127, 210, 256, 257, 499, 1000, 1021, 1024, 2187, 4099]
 _LONG = [16384, 20011, 44426, 62006, 65537, 99991]
-_FORMS = ("normalized", "paper", "generalized")
+_FORMS = ("normalized", "paper", "generalized", "mean")
+_RELATIVE = (0, 3)  # of spectra that are divided by their sums or means; rounding hides most of their errors
+_DRAWN_FORMS = (0, 1, 1, 2, 2, 3)
 # Of a transform: an element's error is at most this many roundings of the spectrum's norm for each halving of the
 # length. Large prime factors are a convolution, three transforms of up to four times the length.
 _PER_HALVING = 24
@@ -132,7 +134,7 @@ def _draw_divergence(choice: random.Random) -> dict[str, Any]:
         "q": draw_tensor(choice, [choice.choice([1, rows]), bins], dtype, of_q, "contiguous"),
         "length": length,
         "count": choice.choice([1, length, choice.randint(1, length)]),
-        "form": choice.randrange(3),
+        "form": choice.choice(_DRAWN_FORMS),
         "need_grad": choice.random() < 0.7,
     }  # fmt: skip
 
@@ -151,9 +153,10 @@ def _loss_size(p: Tensor, log_q: Tensor, weights: Tensor, slip: Tensor | float, 
         )
     ).sum(1)
     z = (weights * p).sum(1)
-    if form == 0:
+    if form in _RELATIVE:
         safe = torch.where(z == 0, 1.0, z)
-        return value / safe + moved / safe * (1 + value / safe) + safe.log().abs() + total.log().abs() + 2
+        size = value / safe + moved / safe * (1 + value / safe) + safe.log().abs() + total.log().abs() + 2
+        return weights.sum() * size if form == 3 else size
     return value + moved + z + total.abs() + moved
 
 
@@ -200,9 +203,10 @@ def half_divergence(case: dict[str, Any], memory: Memory) -> Call:
             return None if torch.equal(torch.view_as_real(p), torch.view_as_real(memory.before(p))) else "p was changed"
         z = (weights * magnitudes).sum(1)
         slope = magnitudes.clamp(min=1e-300).log().abs() + log_q.double().abs() + 4
-        if form == 0:
+        if form in _RELATIVE:
             safe = torch.where(z == 0, 1.0, z)
             slope = (slope + ((weights * magnitudes * slope).sum(1) / safe)[:, None]) / safe[:, None]
+            slope = count * slope if form == 3 else slope
         for name, mine, right in (("real", p.real, replaced.real), ("imaginary", p.imag, replaced.imag)):
             if bool((mine[:, bins:] != 0).any()):
                 return "bins that are not compared have a gradient"
@@ -231,7 +235,7 @@ def _draw_spectral(choice: random.Random) -> dict[str, Any]:
         "q": [draw_tensor(choice, shape, dtype, "normal") for shape in shapes],
         "given": form,
         "tau": choice.choice([1.0, 1.0, 0.5, 0.03]),
-        "form": choice.randrange(3),
+        "form": choice.choice(_DRAWN_FORMS),
         "scope": choice.choice(["model", "tensor"]) if form == "list" else "model",
         "teacher": choice.random() < 0.5,
         "need_grad": choice.random() < 0.7,
@@ -280,17 +284,19 @@ def divergence(case: dict[str, Any], memory: Memory) -> Call:
         moved = (weights * of_p * (of_p.clamp(min=1e-300).log().abs() + logs)).sum(1)
         safe = torch.where(z == 0, 1.0, z)
         q_slip = (weights * of_q).sum(1)
-        if form == 0:
-            size = size + moved / safe * (2 + logs.amax(1)) + carried / safe + q_slip / total
+        times = float(count) if form == 3 else 1.0
+        if form in _RELATIVE:
+            size = size + times * (moved / safe * (2 + logs.amax(1)) + carried / safe + q_slip / total)
         else:
             size = size + 2 * moved + carried + q_slip
         sizes = sizes + size / unit(accumulate)
         turn = (2 * of_p / magnitudes.clamp(min=1e-300)).clamp(max=2.0)
         bend = logs * turn + torch.log1p(loose) + logs * 8 * unit(accumulate)
-        if form == 0:
+        if form in _RELATIVE:
             mean = (weights * magnitudes * logs).sum(1)[:, None] / safe[:, None]
             bend = (
-                bend + mean * (turn + 16 * unit(accumulate)) + (size[:, None] + moved[:, None] / safe[:, None])
+                times * (bend + mean * (turn + 16 * unit(accumulate)))
+                + (size[:, None] + times * moved[:, None] / safe[:, None])
             ) / safe[:, None]
         slopes.append(2 * bend.sum(1)[:, None].expand(clients, d))
         q_row = (floored.log().to(accumulate), total, d, count)

@@ -35,6 +35,7 @@ def _draw_step(choice: random.Random) -> dict[str, Any]:
     return {
         **_draw_lists(choice, ("params", "grads", "anchors", "buffers")),
         "raw": choice.random() < 0.5,
+        "prepared": choice.random() < 0.5,
         "same_anchor": choice.random() < 0.1,
         "lr": choice.choice([0.1, 1.0, 0.0, 1e-3]),
         "lam": choice.choice([0.0, 0.5, 1.0]),
@@ -47,7 +48,22 @@ def _draw_step(choice: random.Random) -> dict[str, Any]:
     }
 
 
-@covers("raw.proximal_sgd_step_", "ops.proximal_sgd_step_", draw=_draw_step)
+def _prepared_step(params: Any, grads: Any, anchors: Any, *numbers: Any, momentum_buffers: Any, **options: Any) -> None:
+    lists = [ops.prepare(x) for x in (params, grads, anchors)]
+    buffers = ops.prepare(momentum_buffers)
+    ops.proximal_sgd_step_(*lists, *numbers, momentum_buffers=buffers, **options)
+
+
+@covers(
+    "raw.proximal_sgd_step_",
+    "raw.proximal_sgd_step_again_",
+    "raw.prepare",
+    "raw.end_prepared_",
+    "ops.proximal_sgd_step_",
+    "ops.prepare",
+    "ops.Prepared",
+    draw=_draw_step,
+)
 def proximal_step(case: dict[str, Any], memory: Memory) -> Call:
     params, grads, anchors = ([memory.make(x) for x in case[name]] for name in ("params", "grads", "anchors"))
     if case["same_anchor"]:
@@ -87,9 +103,8 @@ def proximal_step(case: dict[str, Any], memory: Memory) -> Call:
         "momentum_buffers": buffers,
         "first": first,
     }
-    return Call(
-        ops.proximal_sgd_step_, [params, grads, anchors, lr, lam, mu, decay], options, written=written, check=check
-    )
+    function = _prepared_step if case.get("prepared") else ops.proximal_sgd_step_
+    return Call(function, [params, grads, anchors, lr, lam, mu, decay], options, written=written, check=check)
 
 
 def _draw_distance(choice: random.Random) -> dict[str, Any]:

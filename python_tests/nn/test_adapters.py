@@ -123,3 +123,8 @@ def test_what_cannot_have_adapters_is_refused() -> None:
         nn.add_adapters(_build(adapters=True))
     with pytest.raises(ValueError, match="dropout 1"):
         nn.add_adapters(_build(), dropout=1.0)
+
+
+def test_a_frozen_backbone_of_random_weights_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="frozen with random weights"):
+        _build(adapters=True, freeze="backbone")

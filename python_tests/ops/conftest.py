@@ -26,13 +26,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         _native.set_isa(before)
 
 
-@pytest.fixture(params=dict.fromkeys(name for name, _ in BACKENDS))
-def device_type(request: pytest.FixtureRequest) -> str:
-    """Each device once, for what does not depend on the kernels: schemas, fake kernels, compilation."""
-    name: str = request.param
-    return name
-
-
 @pytest.fixture
 def on_every_isa() -> Callable[[Callable[[], Any]], dict[tuple[str | None, int], Any]]:
     """What a function gives, by instruction set and number of threads; by None without the library."""

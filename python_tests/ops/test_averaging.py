@@ -689,21 +689,60 @@ def test_the_largest_and_smallest_integers_average_to_themselves(device, dtype):
         assert result[0].tolist() == limits
 
 
-def test_streaming_rows_and_more_clients_after_a_result(device):
-    average = StreamingAverage()
+def test_streaming_rows_and_more_clients_after_a_result_that_was_written(device):
+    average, out = StreamingAverage(), torch.empty(2, device=device)
     average.add(torch.tensor([1.0, 2.0], device=device))
-    assert average.result().tolist() == [1.0, 2.0]
+    assert average.result(out).tolist() == [1.0, 2.0]
     average.add(torch.tensor([3.0, 4.0], device=device), weight=3)
+    assert average.result(out).tolist() == [2.5, 3.5]
     assert average.result().tolist() == [2.5, 3.5]
     assert average.clients == 2
+
+
+def test_streaming_ends_with_a_result_that_is_its_sums(device):
+    average = StreamingAverage()
+    for value in (1.0, 3.0):
+        average.add([torch.full((2,), value, device=device)])
+    (result,) = average.result()
+    with pytest.raises(RuntimeError, match=r"add\(\) comes before result\(\)"):
+        average.add([torch.zeros(2, device=device)])
+    for out in (None, [torch.zeros(2, device=device)]):
+        with pytest.raises(RuntimeError, match="given already"):
+            average.result(out)
+    assert result.tolist() == [2.0, 2.0]
+
+
+def test_streaming_parts_of_several_types_are_views_of_one_vector_a_type(device):
+    client = [
+        torch.ones(2, 3, device=device),
+        torch.ones(1, dtype=torch.float64, device=device),
+        torch.ones(4).to(device),
+    ]
+    average = StreamingAverage()
+    average.add(client)
+    result = average.result()
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(result, client, strict=True))
+    assert result[0].untyped_storage().data_ptr() == result[2].untyped_storage().data_ptr()
+    assert result[2].storage_offset() == 6
+
+
+def test_streaming_a_second_client_of_another_type_is_refused(device):
+    average = StreamingAverage()
+    average.add([torch.ones(2, device=device)])
+    with pytest.raises(ValueError, match=r"tensor 0 of client 1 is float16 \[2\]"):
+        average.add([torch.ones(2, dtype=torch.float16, device=device)])
+    average.add([torch.ones(2, device=device)])
+    assert average.result()[0].tolist() == [1.0, 1.0]
 
 
 def test_streaming_keeps_one_model_in_memory():
     average = StreamingAverage()
     for _ in range(3):
         average.add([torch.ones(1000), torch.ones(2, dtype=torch.int64)])
-    held = sum(x.untyped_storage().nbytes() for x in average._sums + average._first.tensors)
-    assert held <= 1000 * 4 + 2 * 8 + 2 * 8  # sums, and one element a tensor to remember the type
+    kept = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in average._sums + average._first.tensors
+    }
+    assert sum(kept.values()) == 1000 * 4 + 2 * 8
 
 
 def test_streaming_policies(device):

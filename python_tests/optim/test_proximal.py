@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
@@ -23,8 +24,10 @@ def network(seed=0, dtype=torch.float32):
 
 
 def data(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(20, 6, generator=generator).to(dtype), torch.randint(0, 3, (20,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(1)
+    x = torch.randn(20, 6, generator=generator, device="cpu")
+    y = torch.randint(0, 3, (20,), generator=generator, device="cpu")
+    return x.to(torch.get_default_device(), dtype), y.to(torch.get_default_device())
 
 
 def train(net, optimizer, steps, lam=0.0, anchors=()):
@@ -246,3 +249,38 @@ def test_buffers_that_do_not_fit_are_refused_before_anything_changes():
 def test_bad_options_say_what_is_accepted(options, message):
     with pytest.raises(ValueError, match=message):
         ProximalSGD(network().parameters(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
+def test_gradients_that_stay_in_place_are_stepped_along_as_new_ones_are(options):
+    def weights(set_to_none):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+        optimizer = ProximalSGD(model.parameters(), lr=0.1, lam=0.3, **options)
+        for step in range(5):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(torch.full((2, 5), float(step))).square().mean().backward()
+            optimizer.step()
+            if step == 2:
+                optimizer.param_groups[0]["lr"] = 0.05
+        return [p.detach() for p in model.parameters()]
+
+    for a, b in zip(weights(False), weights(True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_copied_optimiser_steps_its_own_parameters():
+    model = torch.nn.Linear(2, 1)
+    optimizer = ProximalSGD(model.parameters(), lr=0.1, lam=0.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for _ in range(3):
+        optimizer.step()
+    other_model, other = copy.deepcopy((model, optimizer))
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in other_model.parameters():
+        p.grad = torch.ones_like(p)  # which torch does not copy
+    other.step()
+    for p, q, old in zip(model.parameters(), other_model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+        assert torch.allclose(q, old - 0.1)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from pfl_ext.ops import layer_groups, lwsam_perturb_, personalization_scores, restore_
-from pfl_ext.optim import LWSAM, SAM
+from pfl_ext.optim import LWSAM, SAM, ProximalSGD
 
 BASES = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -26,8 +26,10 @@ def network(seed=0):
 
 
 def data(seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(20, 6, generator=generator), torch.randint(0, 3, (20,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(20, 6, generator=generator, device="cpu")
+    y = torch.randint(0, 3, (20,), generator=generator, device="cpu")
+    return x.to(torch.get_default_device()), y.to(torch.get_default_device())
 
 
 def loss_of(net, batch):
@@ -284,3 +286,16 @@ def test_several_radii_do_not_wait_for_a_gpu(kind):
         with Waits() as waits:
             optimizer.first_step()
     assert waits.found == []
+
+
+def test_the_state_that_the_base_begins_with_is_kept():
+    net, other = network(), network()
+    optimizer = SAM(net.parameters(), ProximalSGD, rho=0.0, lr=0.1, lam=0.5)
+    plain = ProximalSGD(other.parameters(), lr=0.1, lam=0.5)
+    for _ in range(3):
+        two_steps(net, optimizer, data())
+        other.zero_grad()
+        loss_of(other, data()).backward()
+        plain.step()
+    assert_same(net, other)
+    assert "anchor" in optimizer.state_dict()["state"][0]

@@ -48,7 +48,7 @@ def test_what_cannot_be_written_at_the_end_of_a_good_run_is_told(
 @pytest.mark.parametrize(
     ("store", "size", "name"),
     [
-        ("memory", 1_000, "config.json"),
+        ("memory", 1_000, "config.toml"),
         ("memory", 2_000, "partition.safetensors"),
         ("memory", 20_000, "checkpoint-00000001.safetensors"),
         ("mapped", 20_000, "personal.rows"),

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pfl_ext.algorithms import FedAvg
-from pfl_ext.federation import Federation, ForeignCheckpoint, Settings
-from pfl_ext.federation.privacy import epsilon, secure_normal
+from pfl_ext.federation import Federation, ForeignCheckpoint, InProcess, Request, Settings
+from pfl_ext.federation.privacy import epsilon, sampling, secure_normal
 
 Make = Callable[..., Federation]
 PRIVATE = {"dp_clip": 1.0, "dp_noise": 1.2}
@@ -64,6 +64,20 @@ def test_secure_noise_is_never_the_same_and_the_seeds_always_is(make_run: Make) 
         models[secure, number] = run.server["model"]
     assert torch.equal(models[False, 1], models[False, 2])
     assert not torch.equal(models[True, 1], models[True, 2]) and not torch.equal(models[True, 1], models[False, 1])
+
+
+def test_secure_batches_are_not_those_of_the_seed_and_hold_as_many_samples(make_run: Make) -> None:
+    runs = [make_run(FedAvg(lr=0.1, batch_size=5), dp_secure=secure, **PRIVATE) for secure in (False, True, True)]
+    drawn = []
+    for run in runs:
+        assert isinstance(run.engine, InProcess)
+        client, _ = run.engine.runtime.begin(Request(0, 1, "train", received={}))
+        rows = [batch.rows.tolist() for batch in client.poisson_batches(5, steps=400)]
+        drawn.append(rows)
+        rate = sampling(client.samples, 5)[0]
+        spread = math.sqrt(400 * client.samples * rate * (1 - rate))
+        assert abs(sum(map(len, rows)) - 400 * client.samples * rate) < 5 * spread
+    assert drawn[0] != drawn[1] != drawn[2]
 
 
 def test_a_secure_run_goes_on_with_its_account_and_only_as_one(make_run: Make, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_record_that_is_none_is_named_in_a_line(
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("config.json", "versions.json", "clients.csv"):
+    for name in ("config.toml", "versions.json", "clients.csv"):
         (folder / name).write_bytes((finished / name).read_bytes())
     record = json.loads((finished / "metrics.jsonl").read_text())
     (folder / "metrics.jsonl").write_text(json.dumps(record | change) + "\n")

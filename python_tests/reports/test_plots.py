@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from pfl_ext.reports import accuracy_curves, client_density, client_distribution, plots
+from pfl_ext.reports import tails as table_of_tails
 
 PNG = b"\x89PNG"
 
@@ -62,9 +63,13 @@ def test_the_density_counts_every_client_of_all_seeds(make_run, drawn, tmp_path)
     width = bars.get_data().edges[1] - bars.get_data().edges[0]
     area = ((curve.get_ydata()[1:] + curve.get_ydata()[:-1]) / 2 * (curve.get_xdata()[1] - curve.get_xdata()[0])).sum()
     assert 0.7 * 5 * width < area <= 5 * width
-    assert mean.get_xdata()[0] == pytest.approx(66)
-    assert list(tails.get_xdata()) == pytest.approx([50, 90])
-    assert first.texts[0].get_text() == "lowest 5 % 50.0   mean 66.0   top 5 % 90.0"
+    # Means over the seeds, not of all clients together: the same words are the same numbers in a table.
+    assert mean.get_xdata()[0] == pytest.approx(65)
+    assert list(tails.get_xdata()) == pytest.approx([55, 75])
+    assert first.texts[0].get_text() == "lowest 5 % 55.0   mean 65.0   top 5 % 75.0"
+    (row,) = table_of_tails({"PLGU": seeds})
+    cells = [row[f"personal: {column}"].mean for column in ("lowest 5 %", "mean", "top 5 %")]
+    assert cells == pytest.approx([55, 65, 75])
     assert (tmp_path / "density.png").read_bytes().startswith(PNG)
 
 
@@ -90,6 +95,15 @@ def test_the_distribution_goes_from_the_lowest_to_the_highest_client(make_run, d
     assert list(marks.get_ydata()) == pytest.approx([50, 90])
     assert legend(axes) == ["PersFL\nmean 70.00, std 16.33", "FedAvg, global\nmean 40.00, std 0.00"]
     assert (tmp_path / "clients.png").read_bytes().startswith(PNG)
+
+
+def test_clients_that_joined_late_are_in_no_picture_of_clients_as_in_no_mean(make_run, drawn, tmp_path):
+    folder = make_run("a", [0.9, 0.5, 0.1])
+    folder.write_clients([{**row, "new": row["client"] == 2} for row in folder.clients()])
+    client_distribution({"A": folder}, tmp_path / "clients.png")
+    (axes,) = drawn
+    assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([50, 90, 90])
+    assert legend(axes) == ["A\nmean 70.00, std 20.00"]
 
 
 def test_nothing_to_draw_is_said_and_no_file_is_made(make_run, drawn, tmp_path):

@@ -58,9 +58,9 @@ def test_nan_and_infinity_come_back_from_strict_json(folder):
 
 def test_tensors_arrays_and_paths_are_written_as_plain_values(folder):
     folder.write_json(
-        "config.json", {"seed": np.int64(3), "alpha": torch.tensor([0.5]), "data": Path("a/b"), "x": None}
+        "versions.json", {"seed": np.int64(3), "alpha": torch.tensor([0.5]), "data": Path("a/b"), "x": None}
     )
-    assert folder.read_json("config.json") == {"seed": 3, "alpha": [0.5], "data": "a/b", "x": None}
+    assert folder.read_json("versions.json") == {"seed": 3, "alpha": [0.5], "data": "a/b", "x": None}
 
 
 @settings(max_examples=40, deadline=None)
@@ -215,36 +215,36 @@ def small_disk():
 
 def test_a_full_disk_takes_no_record_that_was_there(folder, small_disk):
     folder.append(record(0))
-    folder.write_json("config.json", {"seed": 1})
+    folder.write_json("versions.json", {"seed": 1})
     folder.write_clients([{"client": 0}])
     content = (folder.path / "metrics.jsonl").read_bytes()
     small_disk(len(content) + 50)
     with pytest.raises(ResultsError, match=r"cannot write .*metrics.jsonl: .*; it is as it was before"):
         folder.append(record(1))
     assert (folder.path / "metrics.jsonl").read_bytes() == content
-    with pytest.raises(ResultsError, match=r"config\.json"):
-        folder.write_json("config.json", list(range(5000)))
+    with pytest.raises(ResultsError, match=r"versions\.json"):
+        folder.write_json("versions.json", list(range(5000)))
     with pytest.raises(ResultsError, match=r"clients\.csv"):
         folder.write_clients([{"client": c} for c in range(5000)])
     with pytest.raises(ResultsError, match=r"new.json.*nothing was written"):
         folder.write_json("new.json", list(range(5000)))
-    assert folder.read_json("config.json") == {"seed": 1}
+    assert folder.read_json("versions.json") == {"seed": 1}
     assert folder.clients() == [{"client": 0}]
     small_disk(10 * len(content))
     with (folder.path / "metrics.jsonl").open("ab") as file:  # as if the part that was written could not be taken back
         file.write(b'{"round": 1, "sec')
     folder.append(record(1))
     assert folder.records() == [record(0), record(1)]
-    assert sorted(p.name for p in folder.path.iterdir()) == ["clients.csv", "config.json", "metrics.jsonl"]
+    assert sorted(p.name for p in folder.path.iterdir()) == ["clients.csv", "metrics.jsonl", "versions.json"]
 
 
 def test_what_cannot_be_json_changes_nothing(folder):
-    folder.write_json("config.json", 1)
+    folder.write_json("versions.json", 1)
     with pytest.raises(TypeError):
-        folder.write_json("config.json", object())
+        folder.write_json("versions.json", object())
     with pytest.raises(TypeError):
         folder.append({"round": 0, "x": object()})
-    assert folder.read_json("config.json") == 1
+    assert folder.read_json("versions.json") == 1
     assert folder.records() == []
 
 
@@ -258,11 +258,11 @@ def test_a_block_that_fails_replaces_nothing(folder):
 
 
 def test_missing_and_damaged_json_is_named(folder):
-    with pytest.raises(ResultsError, match=r"cannot read .*config.json"):
-        folder.read_json("config.json")
-    (folder.path / "config.json").write_text("{")
+    with pytest.raises(ResultsError, match=r"cannot read .*versions.json"):
+        folder.read_json("versions.json")
+    (folder.path / "versions.json").write_text("{")
     with pytest.raises(ResultsError, match="is not JSON"):
-        folder.read_json("config.json")
+        folder.read_json("versions.json")
 
 
 def test_versions_name_what_ran(folder):

@@ -201,7 +201,7 @@ def test_comparison_by_the_weighted_mean_says_so(make_run):
     folder.truncate(3)
     folder.append(record)
     (row,) = comparison({"A": folder}, statistic="weighted_mean")
-    assert row["personal: local test, weighted"] == row["best on test"] == pytest.approx(55)
+    assert row["personal: weighted local test"] == row["best on test"] == pytest.approx(55)
     assert "personal: local test" not in row
 
 
@@ -256,6 +256,15 @@ def test_per_user_is_persfls_table(make_run):
 def test_per_user_averages_the_seeds_of_each_user(make_run):
     (row,) = per_user({"A": [make_run("a", [0.2, math.nan]), make_run("b", [0.4, 0.5])]})
     assert (row["user 0"], row["user 1"], row["mean"]) == pytest.approx((30, 50, 40))
+
+
+def test_users_that_joined_late_stand_after_the_means_of_the_others(make_run):
+    runs = {"A": [make_run("a", [0.2, 0.4, 0.9]), make_run("b", [0.4, 0.6, 0.7])]}
+    for folder in runs["A"]:
+        folder.write_clients([{**row, "new": row["client"] == 2} for row in folder.clients()])
+    (row,) = per_user(runs)
+    assert list(row) == ["method", "user 0", "user 1", "mean", "std", "variance", "new user 2"]
+    assert (row["mean"], row["new user 2"]) == pytest.approx((40, 80))
 
 
 def test_per_user_shows_fedavg_by_its_global_model_and_any_other_column(make_run):

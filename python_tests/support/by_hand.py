@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.federation import Client, ClientRuntime, Server, Settings, WorkingModel
+from pfl_ext.tasks import Classification
 
 Turn = Callable[..., tuple[ClientRuntime, Client]]
 LR = 0.1
@@ -23,6 +24,27 @@ def gradient(client: Client, state: Tensor, batch: Any, loss: Callable[..., Tens
     found = torch.autograd.grad(loss(module(batch.inputs), batch.targets), parameters)
     flat = torch.cat([g.flatten() for g in found])
     return F.pad(flat, (0, len(state) - len(flat)))
+
+
+def features_of(w: Tensor, x: Tensor) -> Tensor:
+    """What enters the head of the tests' network, 4 - 5 - 3, of a state w."""
+    return F.relu(F.linear(x, w[:20].view(5, 4), w[20:25]))
+
+
+def logits_of(w: Tensor, x: Tensor) -> Tensor:
+    """The outputs of that network."""
+    return F.linear(features_of(w, x), w[25:40].view(3, 5), w[40:43])
+
+
+def slope(loss: Callable[..., Tensor], *at: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of a function of vectors, in each of them."""
+    leaves = [x.detach().clone().requires_grad_() for x in at]
+    return torch.autograd.grad(loss(*leaves), leaves, materialize_grads=True)
+
+
+def samples(client: Client, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a client's samples."""
+    return client._dataset.batch(rows)
 
 
 def entries(model: WorkingModel, *modules: str) -> Tensor:
@@ -54,7 +76,7 @@ def models(runtime: ClientRuntime, client: Client, **published: Tensor) -> dict[
 
 def server_of(network: nn.Module, clients: int = 4, **vectors: Tensor) -> Server:
     """A server that holds these vectors, in its second round."""
-    server = Server(network, Settings(seed=7), clients)
+    server = Server(Classification(), network, Settings(seed=7), clients)
     server.update(vectors)
     server.round = 2
     return server

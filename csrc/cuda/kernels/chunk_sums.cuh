@@ -2,6 +2,9 @@
 // fixed order, without atomics, and the results stay on the device.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "common/sharpness.h"
 #include "cuda/kernels/list_arguments.cuh"
 
@@ -109,15 +112,42 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 }
 
+// Groups of tensors. Where their numbers only grow from tensor to tensor, as those of layers do, the records of one
+// stand together: its block finds and reads these alone.
+struct Grouping {
+  Grouping(int64_t groups) : count(groups), ordered(groups == 1) {}
+  Grouping(int64_t groups, const std::vector<int64_t>& of_tensors)
+      : count(groups), ordered(std::is_sorted(of_tensors.begin(), of_tensors.end())) {}
+
+  int64_t count;
+  bool ordered;
+};
+
 // What is done with the total of each group: finish(group, total, elements), by one thread.
 template <typename Finish>
 struct GroupArguments {
   const ChunkRecord* records;
   int64_t count;
+  bool ordered;
   double q;
   bool powers;
   Finish finish;
 };
+
+// Where the records of `group` or a later one begin.
+__device__ inline int64_t first_record(const ChunkRecord* records, int64_t count, int64_t group) {
+  int64_t begin = 0;
+  int64_t end = count;
+  while (begin < end) {
+    const int64_t middle = begin + (end - begin) / 2;
+    if (records[middle].group < group) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
 
 template <typename Finish>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
@@ -126,7 +156,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   PowerSum total{0.0, 0.0};
   PowerSum elements{0.0, 0.0};  // counted in double: exact up to 2^53
   const auto add = [&](PowerSum a, PowerSum b) { return args.powers ? add_powers(a, b, args.q) : add_squares(a, b); };
-  for (int64_t i = threadIdx.x; i < args.count; i += kThreads) {
+  __shared__ int64_t range[2];
+  if (threadIdx.x < 2) {
+    range[threadIdx.x] = args.ordered && gridDim.x > 1 ? first_record(args.records, args.count, group + threadIdx.x)
+                                                       : static_cast<int64_t>(threadIdx.x) * args.count;
+  }
+  __syncthreads();
+  // A record has the same thread wherever its group begins: the order of the sums depends on the tensors' sizes alone.
+  for (int64_t i = range[0] / kThreads * kThreads + threadIdx.x; i < range[1]; i += kThreads) {
+    if (i < range[0]) continue;
     const ChunkRecord record = args.records[i];
     if (record.group != group) continue;
     total = add(total, record.value);
@@ -175,10 +213,10 @@ void launch_chunk_sums(const SumRows& rows, ChunkRecord* records, double q, Laun
 }
 
 template <typename Finish, typename Launch>
-void launch_group_sums(const ChunkRecord* records, int64_t count, int64_t groups, double q, bool powers, Finish finish,
+void launch_group_sums(const ChunkRecord* records, int64_t count, Grouping groups, double q, bool powers, Finish finish,
                        Launch launch) {
-  const GroupArguments<Finish> args{records, count, q, powers, finish};
-  launch(group_sums_kernel<Finish>, groups, args);
+  const GroupArguments<Finish> args{records, count, groups.ordered, q, powers, finish};
+  launch(group_sums_kernel<Finish>, groups.count, args);
 }
 
 }  // namespace pfl::cuda

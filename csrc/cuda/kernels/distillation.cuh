@@ -2,8 +2,10 @@
 // (cuda/distillation.cu) and the emulator (emulator/distillation.cpp) differ only in the `launch` they pass in.
 //
 // A warp works on a row of up to kMostWarpClasses classes, a block on a longer one. Each thread keeps to its own
-// classes, so the unnormalised target probabilities that it leaves in the cache (shared memory, or global for very long
-// rows) need no barrier. Teachers are read once, with average = logits; the student is read again from a near cache.
+// classes, so the unnormalised target probabilities that it leaves in shared memory need no barrier. Teachers are read
+// once, with average = logits; the student is read again from a near cache. Where shared memory does not hold a row,
+// its target probabilities are computed again from teachers that are read again, from L2: memory of its own for them
+// would be written and read beside all that must be.
 #pragma once
 
 #include "common/distillation.h"
@@ -17,8 +19,10 @@ constexpr int kLongRowThreads = 256;  // of a block on one row
 constexpr int kReduceThreads = 256;
 constexpr int64_t kMaxTeachers = 1024;
 constexpr int64_t kMaxSharedCache = 48 * 1024 - 256;  // what needs no opt-in, without the kernels' own
-constexpr int64_t kMaxGlobalCaches = 256;             // rows in work at once where each has its cache in global memory
-constexpr int64_t kMostBlocks = 65535 * 16;
+constexpr int64_t kMostUncached = 256;                // rows in work at once where each is read again from L2
+constexpr int64_t kMostBlocks = 1024;  // about two for each place a large GPU has; each leaves a piece of the loss
+constexpr int64_t kSumPiece = 4096;    // values that a block adds up, at least
+constexpr int64_t kMostPieces = 1024;
 
 struct DistillationArguments {
   DistillationOptions options;
@@ -30,11 +34,11 @@ struct DistillationArguments {
   const void* student;
   const void* target;       // int64 [rows], or A [rows, classes] for the multi-label form; or null
   const void* row_weights;  // A [rows] or null
-  void* losses;             // A [rows]
+  void* losses;             // A [rows], or null with a reduction
   void* gradient;           // [rows, classes] or null
   void* normalizer;         // A
   void* loss;               // A, or null without a reduction
-  void* cache;              // A [blocks, classes], or null: in shared memory
+  double* pieces;           // [workspace_doubles(...)]: pieces of the sum of weights, then of that of losses
   struct {
     const void* logits;
     double weight;
@@ -111,19 +115,56 @@ __device__ inline accumulate_t<T> gradient_scale(const DistillationArguments& ar
   return A(1) / divisor;
 }
 
-template <typename T, int kThreads>
-__device__ inline void softmax_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* cache,
-                                   accumulate_t<T>* scratch) {
+// The weighted mean of the teachers' logits of a class, over the temperature.
+template <typename T>
+__device__ inline accumulate_t<T> mean_logit(const DistillationArguments& args, int64_t i, accumulate_t<T> scale) {
   using A = accumulate_t<T>;
+  if (args.teachers == 1) return to_accumulate(static_cast<const T*>(args.teacher[0].logits)[i]) * scale;
+  A mean = A(0);
+#pragma unroll 4
+  for (int64_t m = 0; m < args.teachers; ++m) {
+    const T* teacher = static_cast<const T*>(args.teacher[m].logits);
+    mean = mean + static_cast<A>(args.teacher[m].weight) * to_accumulate(teacher[i]);
+  }
+  return mean * scale;
+}
+
+// What the softmax of a teacher takes: its largest logit over the temperature, and its weight over the sum.
+template <typename A>
+struct TeacherSoftmax {
+  A most;
+  A factor;
+};
+
+// The weighted mean of the teachers' probabilities of a class.
+template <typename T>
+__device__ inline accumulate_t<T> mean_probability(const DistillationArguments& args, int64_t i, accumulate_t<T> scale,
+                                                   const TeacherSoftmax<accumulate_t<T>>* softmax) {
+  using A = accumulate_t<T>;
+  A mean = A(0);
+  for (int64_t m = 0; m < args.teachers; ++m) {
+    const T* teacher = static_cast<const T*>(args.teacher[m].logits);
+    mean = mean + softmax[m].factor * exp_nonpositive(to_accumulate(teacher[i]) * scale - softmax[m].most);
+  }
+  return mean;
+}
+
+// The loss of a row, which the first thread of the row has, and its gradient. `shared` has a number for each class
+// where kCached; else, with averages of probabilities, a TeacherSoftmax for each teacher.
+template <typename T, int kThreads, bool kCached>
+__device__ inline accumulate_t<T> softmax_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* shared,
+                                              accumulate_t<T>* scratch) {
+  using A = accumulate_t<T>;
+  A* const cache = shared;
+  TeacherSoftmax<A>* const softmax = reinterpret_cast<TeacherSoftmax<A>*>(shared);
   const DistillationOptions& o = args.options;
   const int64_t classes = args.classes;
   const int thread = threadIdx.x % kThreads;
   const RowState<A> state = row_state<A>(args, row);
   T* gradient = args.gradient == nullptr ? nullptr : static_cast<T*>(args.gradient) + row * classes;
   if (!state.kept) {
-    if (thread == 0) static_cast<A*>(args.losses)[row] = A(0);
     for (int64_t k = thread; gradient != nullptr && k < classes; k += kThreads) from_accumulate(A(0), gradient + k);
-    return;
+    return A(0);
   }
   const T* student = static_cast<const T*>(args.student) + row * classes;
   const A scale = static_cast<A>(1.0 / o.temperature);
@@ -142,34 +183,24 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
   A loss = A(0);
   A student_sum = A(1);
   A target_sum = A(1);
+  A target_most = negative_infinity;  // of the mean logits
   if (soft) {
     A inner = A(0);
     A constant = A(0);
     student_sum = A(0);
     if (o.average == Average::kLogits) {
-      A target_most = negative_infinity;
       for (int64_t k = thread; k < classes; k += kThreads) {
-        A mean = A(0);
-        if (args.teachers == 1) {
-          mean = to_accumulate((static_cast<const T*>(args.teacher[0].logits) + row * classes)[k]);
-        } else {
-#pragma unroll 4
-          for (int64_t m = 0; m < args.teachers; ++m) {
-            const T* teacher = static_cast<const T*>(args.teacher[m].logits) + row * classes;
-            mean = mean + static_cast<A>(args.teacher[m].weight) * to_accumulate(teacher[k]);
-          }
-        }
-        mean = mean * scale;
-        cache[k] = mean;
+        const A mean = mean_logit<T>(args, row * classes + k, scale);
+        if constexpr (kCached) cache[k] = mean;
         target_most = mean > target_most ? mean : target_most;
       }
       target_most = combined<kThreads>(target_most, scratch, Largest());
       target_sum = A(0);
       for (int64_t k = thread; k < classes; k += kThreads) {
-        const A dz = cache[k] - target_most;
+        const A dz = (kCached ? cache[k] : mean_logit<T>(args, row * classes + k, scale)) - target_most;
         const A da = to_accumulate(student[k]) * scale - soft_most;
         const A ez = exp_nonpositive(dz);
-        cache[k] = ez;
+        if constexpr (kCached) cache[k] = ez;
         target_sum += ez;
         student_sum += exp_nonpositive(da);
         if (ez > A(0)) inner += ez * (o.cross_entropy ? -da : dz - da);  // a masked class is 0 * (infinity - infinity)
@@ -201,15 +232,20 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
         const A weight = static_cast<A>(args.teacher[m].weight);
         const A factor = weight / sum;
         constant += weight * (entropy / sum - log_positive(sum));
-        for (int64_t k = thread; k < classes; k += kThreads) {
-          const A e = exp_nonpositive(to_accumulate(teacher[k]) * scale - teacher_most);
-          cache[k] = (m == 0 ? A(0) : cache[k]) + factor * e;
+        if constexpr (kCached) {
+          for (int64_t k = thread; k < classes; k += kThreads) {
+            const A e = exp_nonpositive(to_accumulate(teacher[k]) * scale - teacher_most);
+            cache[k] = (m == 0 ? A(0) : cache[k]) + factor * e;
+          }
+        } else if (thread == 0) {
+          softmax[m] = {teacher_most, factor};  // the last row's are not read any more: `combined` is a barrier
         }
       }
+      if constexpr (!kCached) __syncthreads();
       A total = A(0);
       A mixed = A(0);
       for (int64_t k = thread; k < classes; k += kThreads) {
-        const A q = cache[k];
+        const A q = kCached ? cache[k] : mean_probability<T>(args, row * classes + k, scale, softmax);
         const A da = to_accumulate(student[k]) * scale - soft_most;
         total += q;
         student_sum += exp_nonpositive(da);
@@ -247,8 +283,8 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
     if (smoothing != A(0)) value += smoothing * (log_sum - all / static_cast<A>(classes));
     loss += static_cast<A>(o.hard_scale) * value;
   }
-  if (thread == 0) static_cast<A*>(args.losses)[row] = loss * state.weight;
-  if (gradient == nullptr) return;
+  loss *= state.weight;
+  if (gradient == nullptr) return loss;
 
   const A common = state.weight * gradient_scale<T>(args);
   const A soft_gradient = static_cast<A>(o.soft_scale / o.temperature) * common;
@@ -260,7 +296,17 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
   for (int64_t k = thread; k < classes; k += kThreads) {
     const A a = to_accumulate(student[k]);
     A g = A(0);
-    if (soft) g = student_factor * exp_nonpositive(a * scale - soft_most) - target_factor * cache[k];
+    if (soft) {
+      A target = A(0);
+      if constexpr (kCached) {
+        target = cache[k];
+      } else if (o.average == Average::kLogits) {
+        target = exp_nonpositive(mean_logit<T>(args, row * classes + k, scale) - target_most);
+      } else {
+        target = mean_probability<T>(args, row * classes + k, scale, softmax);
+      }
+      g = student_factor * exp_nonpositive(a * scale - soft_most) - target_factor * target;
+    }
     if (hard) {
       g += hard_factor * exp_nonpositive(a - most) - even;
       if (k == state.label) g -= hard_gradient * certainty;
@@ -268,10 +314,12 @@ __device__ inline void softmax_row(const DistillationArguments& args, int64_t ro
     }
     from_accumulate(g, gradient + k);
   }
+  return loss;
 }
 
 template <typename T, int kThreads>
-__device__ inline void multilabel_row(const DistillationArguments& args, int64_t row, accumulate_t<T>* scratch) {
+__device__ inline accumulate_t<T> multilabel_row(const DistillationArguments& args, int64_t row,
+                                                 accumulate_t<T>* scratch) {
   using A = accumulate_t<T>;
   const DistillationOptions& o = args.options;
   const int64_t classes = args.classes;
@@ -327,11 +375,14 @@ __device__ inline void multilabel_row(const DistillationArguments& args, int64_t
     if (args.gradient != nullptr) from_accumulate(g, static_cast<T*>(args.gradient) + i);
   }
   loss = combined<kThreads>(loss, scratch, Sum());
-  if (thread == 0) static_cast<A*>(args.losses)[row] = state.kept ? loss * state.weight : A(0);
+  return state.kept ? loss * state.weight : A(0);
 }
 
+// How a row's target probabilities are come by; the multi-label form needs none of it.
+enum class Form { kMultilabel, kCached, kUncached };
+
 // The second bound lets ptxas use 128 registers a thread: left to itself it keeps to fewer on sm_75, and spills.
-template <typename T, int kThreads, bool kMultilabel>
+template <typename T, int kThreads, Form kForm>
 __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kRowsPerBlock : kThreads, kThreads == kWarp ? 4 : 2)
     distillation_kernel(const __grid_constant__ DistillationArguments args) {
   using A = accumulate_t<T>;
@@ -339,15 +390,23 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kRowsPerBlock : kT
   __shared__ A scratch[kThreads / kWarp];
   const int64_t at_once = kThreads == kWarp ? kRowsPerBlock : 1;
   const int64_t slot = threadIdx.x / kThreads;
-  A* cache = args.cache == nullptr ? shared + slot * args.classes
-                                   : static_cast<A*>(args.cache) + static_cast<int64_t>(blockIdx.x) * args.classes;
+  double sum = 0;
   for (int64_t row = blockIdx.x * at_once + slot; row < args.rows; row += gridDim.x * at_once) {
-    if constexpr (kMultilabel) {
-      multilabel_row<T, kThreads>(args, row, scratch);
+    A loss;
+    if constexpr (kForm == Form::kMultilabel) {
+      loss = multilabel_row<T, kThreads>(args, row, scratch);
     } else {
-      softmax_row<T, kThreads>(args, row, cache, scratch);
+      loss = softmax_row<T, kThreads, kForm == Form::kCached>(args, row, shared + slot * args.classes, scratch);
     }
+    sum += static_cast<double>(loss);
+    if (args.losses != nullptr && threadIdx.x % kThreads == 0) static_cast<A*>(args.losses)[row] = loss;
   }
+  __shared__ double sums[kThreads == kWarp ? kRowsPerBlock : 1];
+  if (threadIdx.x % kThreads == 0) sums[slot] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0 || args.loss == nullptr) return;
+  for (int64_t i = 1; i < at_once; ++i) sum += sums[i];
+  args.pieces[blockIdx.x] = sum;
 }
 
 // The sum of a block's values, in double and in a fixed order; thread 0 has it.
@@ -356,41 +415,56 @@ __device__ inline double block_sum(double value) {
   return combined<kReduceThreads>(value, scratch, Sum());
 }
 
-// normalizer = the weights of all rows (labels, for the multi-label form) that count.
-template <typename A>
-__global__ void __launch_bounds__(kReduceThreads) count_kernel(const __grid_constant__ DistillationArguments args) {
+// The sum over this block's share of `count` values, cut into gridDim.x shares.
+template <typename Value>
+__device__ inline double share_sum(int64_t count, Value value) {
+  const int64_t share = (count + gridDim.x - 1) / gridDim.x;
+  const int64_t begin = blockIdx.x * share;
+  const int64_t end = begin + share < count ? begin + share : count;
   double sum = 0;
-  if (args.options.multilabel) {
-    for (int64_t i = threadIdx.x; i < args.rows * args.classes; i += kReduceThreads) {
-      const bool counts =
-          args.target == nullptr || static_cast<const A*>(args.target)[i] != static_cast<A>(args.options.ignore_index);
-      if (counts) sum += static_cast<double>(row_state<A>(args, i / args.classes).weight);
-    }
-  } else {
-    for (int64_t row = threadIdx.x; row < args.rows; row += kReduceThreads) {
-      const RowState<A> state = row_state<A>(args, row);
-      if (state.kept) sum += static_cast<double>(state.weight);
-    }
-  }
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) *static_cast<A*>(args.normalizer) = static_cast<A>(sum);
+  for (int64_t i = begin + threadIdx.x; i < end; i += kReduceThreads) sum += value(i);
+  return block_sum(sum);
 }
 
-// loss = sum of the rows' losses / normalizer
+// What a row counts (a label, for the multi-label form) in the normalizer.
 template <typename A>
-__global__ void __launch_bounds__(kReduceThreads) reduce_kernel(const __grid_constant__ DistillationArguments args) {
-  double sum = 0;
-  if (args.loss != nullptr) {
-    for (int64_t row = threadIdx.x; row < args.rows; row += kReduceThreads) {
-      sum += static_cast<double>(static_cast<const A*>(args.losses)[row]);
-    }
+__device__ inline double counted(const DistillationArguments& args, int64_t i) {
+  if (!args.options.multilabel) {
+    const RowState<A> state = row_state<A>(args, i);
+    return state.kept ? static_cast<double>(state.weight) : 0.0;
   }
-  sum = block_sum(sum);
+  const bool counts =
+      args.target == nullptr || static_cast<const A*>(args.target)[i] != static_cast<A>(args.options.ignore_index);
+  return counts ? static_cast<double>(row_state<A>(args, i / args.classes).weight) : 0.0;
+}
+
+// normalizer = the weights of all rows (labels, for the multi-label form) that count; or, of many, pieces of the sum.
+template <typename A>
+__global__ void __launch_bounds__(kReduceThreads) count_kernel(const __grid_constant__ DistillationArguments args) {
+  const int64_t count = args.rows * (args.options.multilabel ? args.classes : 1);
+  const double sum = share_sum(count, [&](int64_t i) { return counted<A>(args, i); });
+  if (threadIdx.x != 0) return;
+  if (gridDim.x > 1) {
+    args.pieces[blockIdx.x] = sum;
+  } else {
+    *static_cast<A*>(args.normalizer) = static_cast<A>(sum);
+  }
+}
+
+// What the pieces that were left come to: the normalizer where kCounts, else the loss, divided by the normalizer.
+template <typename A, bool kCounts>
+__global__ void __launch_bounds__(kReduceThreads)
+    pieces_kernel(const __grid_constant__ DistillationArguments args, int64_t count) {
+  const double sum = share_sum(count, [&](int64_t i) { return args.pieces[i]; });
   if (threadIdx.x != 0) return;
   A* normalizer = static_cast<A*>(args.normalizer);
-  if (!args.count_divisor) *normalizer = static_cast<A>(args.divisor);
-  const double divisor = args.count_divisor ? static_cast<double>(*normalizer) : args.divisor;
-  if (args.loss != nullptr) *static_cast<A*>(args.loss) = static_cast<A>(sum / divisor);
+  if constexpr (kCounts) {
+    *normalizer = static_cast<A>(sum);
+  } else {
+    if (!args.count_divisor) *normalizer = static_cast<A>(args.divisor);
+    const double divisor = args.count_divisor ? static_cast<double>(*normalizer) : args.divisor;
+    if (args.loss != nullptr) *static_cast<A*>(args.loss) = static_cast<A>(sum / divisor);
+  }
 }
 
 inline bool in_warps(int64_t classes) { return classes <= kMostWarpClasses; }
@@ -399,33 +473,56 @@ inline int64_t cache_bytes(DType dtype, int64_t classes) {
   return classes * (dtype == DType::kFloat64 ? 8 : 4) * (in_warps(classes) ? kRowsPerBlock : 1);
 }
 
+inline bool cached(DType dtype, int64_t classes) { return cache_bytes(dtype, classes) <= kMaxSharedCache; }
+
+inline int64_t shared_bytes(DType dtype, const DistillationArguments& args) {
+  if (args.options.multilabel || args.options.soft_scale == 0) return 0;
+  if (cached(dtype, args.classes)) return cache_bytes(dtype, args.classes);
+  return args.teachers * 2 * (dtype == DType::kFloat64 ? 8 : 4);
+}
+
 inline int64_t row_blocks(DType dtype, int64_t rows, int64_t classes) {
   const int64_t blocks = in_warps(classes) ? (rows + kRowsPerBlock - 1) / kRowsPerBlock : rows;
-  const int64_t most = cache_bytes(dtype, classes) > kMaxSharedCache ? kMaxGlobalCaches : kMostBlocks;
+  const int64_t most = cached(dtype, classes) ? kMostBlocks : kMostUncached;
   return blocks < most ? blocks : most;
 }
 
-// Elements of the accumulate type that `cache` must have; 0: none, shared memory holds it.
-inline int64_t global_cache_elements(DType dtype, int64_t rows, int64_t classes) {
-  return cache_bytes(dtype, classes) > kMaxSharedCache ? row_blocks(dtype, rows, classes) * classes : 0;
+// Blocks that add up so many values; it depends on nothing else.
+inline int64_t sum_pieces(int64_t values) {
+  const int64_t pieces = (values + kSumPiece - 1) / kSumPiece;
+  return pieces < 1 ? 1 : pieces < kMostPieces ? pieces : kMostPieces;
 }
 
-// At most three launches: launch(kernel, grid, block, dynamic shared bytes, args).
+// Doubles that `pieces` must have.
+inline int64_t workspace_doubles(DType dtype, int64_t rows, int64_t classes, bool multilabel) {
+  const int64_t counted = sum_pieces(multilabel ? rows * classes : rows), losses = row_blocks(dtype, rows, classes);
+  return counted > losses ? counted : losses;
+}
+
+// At most three launches, and one more for a count of many: launch(kernel, grid, block, dynamic shared bytes, args...).
 template <typename T, typename Launch>
 void launch_distillation(DType dtype, const DistillationArguments& args, Launch launch) {
   using A = accumulate_t<T>;
-  if (args.count_divisor) launch(count_kernel<A>, int64_t{1}, kReduceThreads, int64_t{0}, args);
+  const int64_t none = 0;
+  if (args.count_divisor) {
+    const int64_t pieces = sum_pieces(args.rows * (args.options.multilabel ? args.classes : 1));
+    launch(count_kernel<A>, pieces, kReduceThreads, none, args);
+    if (pieces > 1) launch(pieces_kernel<A, true>, int64_t{1}, kReduceThreads, none, args, pieces);
+  }
   if (args.rows > 0) {
     const bool warps = in_warps(args.classes);
-    const auto long_rows = args.options.multilabel ? distillation_kernel<T, kLongRowThreads, true>
-                                                   : distillation_kernel<T, kLongRowThreads, false>;
-    const auto short_rows =
-        args.options.multilabel ? distillation_kernel<T, kWarp, true> : distillation_kernel<T, kWarp, false>;
-    launch(warps ? short_rows : long_rows, row_blocks(dtype, args.rows, args.classes),
-           warps ? kWarp * kRowsPerBlock : kLongRowThreads,
-           args.cache == nullptr ? cache_bytes(dtype, args.classes) : 0, args);
+    auto kernel = warps                         ? distillation_kernel<T, kWarp, Form::kCached>
+                  : cached(dtype, args.classes) ? distillation_kernel<T, kLongRowThreads, Form::kCached>
+                                                : distillation_kernel<T, kLongRowThreads, Form::kUncached>;
+    if (args.options.multilabel) {
+      kernel = warps ? distillation_kernel<T, kWarp, Form::kMultilabel>
+                     : distillation_kernel<T, kLongRowThreads, Form::kMultilabel>;
+    }
+    launch(kernel, row_blocks(dtype, args.rows, args.classes), warps ? kWarp * kRowsPerBlock : kLongRowThreads,
+           shared_bytes(dtype, args), args);
   }
-  launch(reduce_kernel<A>, int64_t{1}, kReduceThreads, int64_t{0}, args);
+  const int64_t pieces = args.loss == nullptr ? 0 : row_blocks(dtype, args.rows, args.classes);
+  launch(pieces_kernel<A, false>, int64_t{1}, kReduceThreads, none, args, pieces);
 }
 
 }  // namespace pfl::cuda

@@ -191,9 +191,9 @@ void launch_restore(const std::vector<int64_t>& sizes, const std::vector<void*>&
 }
 
 template <typename Launch>
-void launch_scores(const ChunkRecord* records, int64_t count, int64_t layers, double* scores, Launch launch) {
+void launch_scores(const ChunkRecord* records, int64_t count, Grouping layers, double* scores, Launch launch) {
   launch_group_sums(records, count, layers, 0.0, /*powers=*/false, FinishRawScore{scores}, launch);
-  launch(normalize_scores_kernel, int64_t{1}, NormalizeArguments{scores, layers});
+  launch(normalize_scores_kernel, int64_t{1}, NormalizeArguments{scores, layers.count});
 }
 
 }  // namespace pfl::cuda

@@ -106,7 +106,8 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const Sums sums = sum_of_row(args, row);
   if (threadIdx.x != 0) return;
   const double total = args.total[args.teacher_stride == 0 ? 0 : row];
-  const Divergence result = finish_divergence(static_cast<DivergenceForm>(args.form), sums.z, sums.a, total);
+  const Divergence result =
+      finish_divergence(static_cast<DivergenceForm>(args.form), sums.z, sums.a, total, args.range.count);
   static_cast<A*>(args.loss)[row] = static_cast<A>(result.loss);
   args.coefficients[2 * row] = result.scale;
   args.coefficients[2 * row + 1] = result.offset;

@@ -1,0 +1,69 @@
+"""Whose code a command may run: that of files which the command line names itself, or all with ``--trust-code``.
+
+One rule for methods, networks, tasks, data and optimisers, ``path/to/file.py:Name`` each: importing a file runs it, so
+that a configuration file, or the folder of a run, may name one only where the user says that it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pfl_ext.named import in_file, make_known
+
+from .parser import UsageError
+
+__all__ = ["add_trust", "load_code", "load_named"]
+
+
+def add_trust(parser: Any) -> None:
+    """Add the flag that lets a file name code."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="let files name methods, networks, tasks and data of Python files (path/to/file.py:Name), which are then "
+        "run",
+    )
+
+
+def load_code(section: str, name: str, *, trusted: bool) -> None:
+    """Make what ``path/to/file.py:Name`` names known; any other name is left as it is.
+
+    Args:
+        section: the table that names it.
+        name: it.
+        trusted: whether the user named it, or said that files may.
+    """
+    if not in_file(name):
+        return
+    if not trusted:
+        raise UsageError(
+            f"{name} would run the code of a file that a file names: name it on the command line yourself, or give "
+            "--trust-code if you trust both"
+        )
+    try:
+        make_known(section, name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def load_named(sections: Mapping[str, Mapping[str, Any]], *, trusted: bool) -> None:
+    """The same for everything that the tables of a file name, but for methods: not all of these run."""
+    for optimizer in _values("optimizer", sections.get("method", {})):
+        load_code("optimizer", optimizer, trusted=trusted)
+    for section in ("data", "task", "network"):
+        for name in _names(section, sections.get(section, {})):
+            load_code(section, name, trusted=trusted)
+
+
+def _values(key: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """What a key is in a table and in the tables of single methods in it, where that is text."""
+    tables = (table, *(own for own in table.values() if isinstance(own, Mapping)))
+    yield from (own[key] for own in tables if isinstance(own.get(key), str))
+
+
+def _names(section: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """What a table names, the tables of single methods in it too."""
+    yield from _values("name", table if section == "network" else {"name": table.get("name")})
+    if section == "data":
+        yield from _values("auxiliary", {"auxiliary": table.get("auxiliary")})

@@ -1,0 +1,428 @@
+"""Runs on ranks that torchrun starts: the bits of one process, whatever their number, and what a lost rank leads to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kills import differences
+from ranks_process import federation, outcome
+
+from pfl_ext.algorithms import METHODS, Ditto
+from pfl_ext.cli import main
+from pfl_ext.data import PARTITIONERS, load
+from pfl_ext.engines import EngineOptions, InProcess, make_engine
+from pfl_ext.engines.site import portion
+from pfl_ext.engines.torchrun import dealt
+from pfl_ext.federation import DamagedCheckpoint, Plan, Settings, checkpoint, stream
+from pfl_ext.federation.interruption import interruptible
+from pfl_ext.tasks import Classification
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without torch.distributed")
+
+SUPPORT = Path(__file__).parents[1] / "support"
+Start = Callable[..., "subprocess.Popen[str]"]
+_LIMIT = 120.0
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts torchrun with some ranks, and ends what is left of them."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(ranks: int, *command: object, restarts: int = 0, **variables: str) -> subprocess.Popen[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+        process = subprocess.Popen(
+            [*torchrun, "--max-restarts", str(restarts), *map(str, command)],
+            cwd=tmp_path,  # not the tree's: the installed package is what runs
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def answers(start: Start, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """What came of scenarios of ``ranks_process.py``."""
+
+    def answers(ranks: int, *scenarios: str) -> dict[str, Any]:
+        answer = tmp_path / "answer.json"
+        process = start(ranks, SUPPORT / "ranks_process.py", answer, tmp_path, *scenarios)
+        output, _ = process.communicate(timeout=_LIMIT)
+        assert process.returncode == 0, output
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
+
+    return answers
+
+
+def _run(folder: Path, method: str = "ditto", **options: object) -> list[str]:
+    common = {"rounds": 6, "lr": 0.1, "clients": 5, "checkpoint_every": 1, "output": folder}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (common | options).items()]
+    return ["run", method, *flags, "--quiet", "--no-plots"]
+
+
+def _until(condition: Callable[[], Any], what: Callable[[], str] = str, seconds: float = _LIMIT) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.02)
+
+
+def _rounds(folder: Path) -> int:
+    metrics = folder / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def _ranks(torchrun: int) -> dict[int, int]:
+    """The processes of torchrun by rank, as their environments have it."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            parent = re.search(r"^PPid:\s+(\d+)$", (folder / "status").read_text(), re.MULTILINE)
+            variables = dict(
+                entry.split("=", 1) for entry in (folder / "environ").read_text().split("\0") if "=" in entry
+            )
+            if parent is not None and int(parent[1]) == torchrun:
+                found[int(variables["RANK"])] = int(folder.name)
+    return found
+
+
+# ---- the same bits ---------------------------------------------------------------------------------------------------
+
+
+def test_every_method_gives_the_bits_of_one_process_on_two_ranks(answers: Callable[..., dict[str, Any]]) -> None:
+    found = answers(2, "every_method")["every_method"]
+    assert found == dict.fromkeys(METHODS, True)
+
+
+def test_three_ranks_with_uneven_clients_stores_protocols_and_faults_are_as_one_process(
+    answers: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    found = answers(3, "stores_and_protocols", "faults_of_clients", "saved", "fast")
+    assert all(found["stores_and_protocols"].values()), found
+    faults = found["faults_of_clients"]
+    assert faults["dropped"] and faults["after"], faults
+    assert faults["nan"][0] == "Diverged" and "client 2 diverged in round 2" in faults["nan"][1]
+    assert faults["raise"][:2] == ["ZeroDivisionError", "a fault in the method"]
+    assert re.match(r"at rank \d:\nTraceback .*in train", faults["raise"][2], re.DOTALL) or faults["raise"][2] == "None"
+    _check_traffic(found["fast"])
+    _check_saved(found["saved"], tmp_path)
+
+
+def _check_traffic(found: dict[str, Any]) -> None:
+    """5 clients on 3 ranks; an all-reduce sends less, and has another order of sums."""
+    model = found["model"]
+    slice_size = -(-model // 4 // 3) * 4
+    for rank, (exact, fast) in enumerate(zip(found["exact"], found["fast"], strict=True)):
+        # A client's upload goes to two others in slices; the last slice may be shorter.
+        clients = exact["uploads"] / (2 * slice_size)
+        assert 1 - 0.1 < clients <= 2, (rank, exact)
+        assert exact["averages"] == 2 * slice_size
+        assert fast["uploads"] == 0 and fast["averages"] == 2 * 2 * model // 3
+    total = sum(exact["uploads"] for exact in found["exact"])
+    assert 5 * 2 * model / 3 * 0.95 < total <= 5 * 2 * slice_size
+    # Five terms of rounding 2 ** -24 each in three rounds, which training amplifies a little.
+    assert 0 <= found["apart"] < 1e-4 * found["largest"]
+
+
+def _check_saved(found: dict[str, Any], folder: Path) -> None:
+    """Each rank has written a part; one process goes on from them."""
+    parts = [f"clients-{rank}-of-3.safetensors" for rank in range(3)]
+    steps = ("checkpoint-00000001", "checkpoint-00000002")
+    assert found["ditto"] == [f"{step}.{part}" for step in steps for part in (*parts, "safetensors")]
+    settings = Settings(rounds=4, checkpoint_every=1, clock="log-normal")
+    for name in ("ditto", "fedbuff", "fedbabu"):
+        if name == "fedbabu":  # it has personalised its clients: more rounds are refused, as of one process
+            with pytest.raises(ValueError, match="cannot be given more rounds"):
+                federation(name, InProcess(), settings, folder=folder / name, resume=True)
+            continue
+        whole = json.loads(outcome(name, InProcess(), settings))
+        rest = json.loads(outcome(name, InProcess(), settings, folder=folder / name, resume=True))
+        assert rest["digests"] == whole["digests"], name
+        assert rest["records"] == whole["records"][2:], name
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(answers: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    settings = Settings(rounds=2, checkpoint_every=1, clock="log-normal")
+    for name in ("ditto", "fedbuff"):
+        federation(name, InProcess(), settings, folder=tmp_path / name).run()
+    found = answers(2, "resumed")["resumed"]
+    whole = Settings(rounds=4, checkpoint_every=1, clock="log-normal")
+    for name in ("ditto", "fedbuff"):
+        ours, theirs = json.loads(found[name]), json.loads(outcome(name, InProcess(), whole))
+        assert ours["digests"] == theirs["digests"] and ours["records"] == theirs["records"][2:], name
+
+
+def test_a_comparison_has_the_table_of_one_process_and_rank_0_alone_speaks(start: Start, tmp_path: Path) -> None:
+    options = ["--rounds=2", "--lr=0.1", "--clients=4", "--quiet", "--no-plots"]
+    compare = ["compare", "fedavg", "ditto", *options, "--output"]
+    assert main([*compare, str(tmp_path / "one")]) == 0
+    process = start(2, "-m", "pfl_ext", *compare, tmp_path / "two")
+    output, _ = process.communicate(timeout=_LIMIT)
+    assert process.returncode == 0 and output.count("results in") == 1, output
+    # Its last column is the time that a round took.
+    one, two = ((tmp_path / name / "comparison.csv").read_text().splitlines() for name in ("one", "two"))
+    assert [line.rpartition(",")[0] for line in one] == [line.rpartition(",")[0] for line in two]
+    for run in ("fedavg-seed0", "ditto-seed0"):
+        assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
+
+
+def test_clients_are_dealt_by_cost_the_largest_first() -> None:
+    assert dealt([0, 1, 2, 3], [1, 5, 3, 3], 2) == {1: 0, 2: 1, 3: 1, 0: 0}
+    assert dealt([7], [0], 3) == {7: 0}
+
+
+def test_a_rank_is_given_the_samples_of_its_clients_alone() -> None:
+    digits = load("digits")
+    cut = PARTITIONERS["iid"](digits, 4, generator=stream(0, "partition"))
+    plan = Plan.of(Ditto(), Classification(), torch.nn.Linear(64, 10), digits, cut, Settings(), {}, None)
+    own = portion(plan, [1, 3], rank=1, ranks=2)
+    samples = [len(rows) for k in (1, 3) for rows in plan.rows[k]]
+    assert len(own.dataset) == sum(samples) < len(digits) and own.rows.keys() == {1, 3}
+    for k in (1, 3):
+        for mine, all_of in zip(own.rows[k], plan.rows[k], strict=True):
+            for ours, theirs in zip(own.dataset.batch(mine), digits.batch(all_of), strict=True):
+                assert torch.equal(ours, theirs)
+    # The global test has one piece, which rank 0 has; rank 1 of these samples only those that its clients have too.
+    (_, rows), (_, whole) = own.tests["global_test"][0], plan.tests["global_test"][0]
+    assert len(rows) == len(whole) and bool((rows == -1).any())
+    first = portion(plan, [0, 2], rank=0, ranks=2)
+    (data, rows), (_, whole) = first.tests["global_test"][0], plan.tests["global_test"][0]
+    assert torch.equal(data.batch(rows)[0], digits.batch(whole)[0])
+
+
+def test_options_choose_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="none of torchrun's: torchrun --nproc-per-node 2 -m pfl_ext run METHOD"):
+        make_engine(EngineOptions(engine="torchrun"))
+    with pytest.raises(ValueError, match="workers is 2; accepted is a value of 1 with engine=process"):
+        EngineOptions(engine="process", workers=2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="lead"):
+        make_engine(EngineOptions())
+    with pytest.raises(ValueError, match="workers is 2 under torchrun"):
+        make_engine(EngineOptions(workers=2))
+    assert isinstance(make_engine(EngineOptions(engine="process")), InProcess)
+
+
+# ---- checkpoints in parts --------------------------------------------------------------------------------------------
+
+
+def _in_parts(folder: Path) -> list[Path]:
+    """Two checkpoints of a run of which two places have written the clients."""
+    for step in (1, 2):
+        stem = folder / f"checkpoint-{step:08d}"
+        rows = torch.arange(8.0).view(4, 2) + step
+        parts = []
+        for place, clients in enumerate(([0, 3], [1, 2])):
+            kept = {"v/clients": torch.tensor(clients), "v/rows": rows[clients]}
+            parts.append(checkpoint.write_shard(stem, place, 2, kept))
+        server = {"server/model": torch.ones(3)}
+        checkpoint.save(folder, step, {"seed": 0}, {"round": step}, server, parts)
+    return parts
+
+
+def test_a_checkpoint_in_parts_is_read_as_that_of_one_place(tmp_path: Path) -> None:
+    _in_parts(tmp_path)
+    state, tensors = checkpoint.newest(tmp_path, {"seed": 0}) or ({}, {})
+    assert state == {"round": 2} and tensors.keys() == {"server/model", "clients/v/clients", "clients/v/rows"}
+    assert tensors["clients/v/clients"].tolist() == [0, 1, 2, 3]
+    assert torch.equal(tensors["clients/v/rows"], torch.arange(8.0).view(4, 2) + 2)
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged", "of another"])
+def test_a_part_that_is_not_what_was_written_is_named_and_the_checkpoint_before_is_taken(
+    fault: str, tmp_path: Path
+) -> None:
+    part = _in_parts(tmp_path)[1]
+    if fault == "missing":
+        part.unlink()
+    elif fault == "damaged":
+        content = bytearray(part.read_bytes())
+        content[-1] ^= 1
+        part.write_bytes(content)
+    else:
+        part.write_bytes((tmp_path / part.name.replace("00000002", "00000001")).read_bytes())
+    with pytest.warns(RuntimeWarning, match=re.escape(part.name) + ".*the checkpoint before it is tried"):
+        found = checkpoint.newest(tmp_path, {"seed": 0})
+    assert found is not None and found[0] == {"round": 1}
+
+
+def test_parts_without_a_checkpoint_count_for_nothing_and_are_removed(tmp_path: Path) -> None:
+    _in_parts(tmp_path)
+    kept = {"v/clients": torch.tensor([0]), "v/rows": torch.zeros(1, 2)}
+    checkpoint.write_shard(tmp_path / "checkpoint-00000003", 0, 3, kept)  # the writer was killed before the rest
+    state, _ = checkpoint.newest(tmp_path, {"seed": 0}) or ({}, {})
+    assert state == {"round": 2}
+    parts = [checkpoint.write_shard(tmp_path / "checkpoint-00000004", place, 2, kept) for place in range(2)]
+    checkpoint.save(tmp_path, 4, {"seed": 0}, {"round": 4}, {}, parts)
+    steps = {re.sub(r"\..*", "", path.name) for path in tmp_path.iterdir()}
+    assert steps == {"checkpoint-00000002", "checkpoint-00000004"}
+
+
+def test_a_folder_that_another_machine_does_not_share_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"clients-1-of-2.*all machines must see the folder under one path"):
+        checkpoint.save(
+            tmp_path, 1, {}, {"round": 1}, {}, [tmp_path / "checkpoint-00000001.clients-1-of-2.safetensors"]
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_names_a_file_elsewhere_reads_nothing_there(tmp_path: Path) -> None:
+    inside = tmp_path / "checkpoints"
+    part = checkpoint.write_shard(tmp_path / "checkpoint-00000001", 0, 1, {"v/clients": torch.tensor([0])})
+    checkpoint.save(inside, 1, {}, {"round": 1}, {}, [inside / ".." / part.name])
+    (inside / "checkpoint-00000001.safetensors").rename(inside / "checkpoint-00000002.safetensors")
+    content = (inside / "checkpoint-00000002.safetensors").read_bytes()
+    assert part.name.encode() in content
+    with pytest.raises(DamagedCheckpoint, match="cannot be read"):
+        checkpoint.load(inside / "checkpoint-00000002.safetensors")
+
+
+# ---- a rank that is lost ---------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_killed_costs_the_rounds_since_the_last_checkpoint_and_no_bit(
+    start: Start, tmp_path: Path
+) -> None:
+    moments = random.Random(int.from_bytes(os.urandom(4), "little"))
+    assert main(_run(tmp_path / "one")) == 0
+    process = start(2, "-m", "pfl_ext", *_run(tmp_path / "two"), restarts=2)
+    for kill in range(2):
+        after = moments.randint(0, 4)
+        _until(lambda after=after: _rounds(tmp_path / "two") >= after or process.poll() is not None)  # type: ignore[misc]
+        time.sleep(moments.uniform(0, 0.1))
+        ranks = _ranks(process.pid)
+        if process.poll() is None and ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks[kill if kill in ranks else 0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=_LIMIT)
+    assert process.returncode == 0, output
+    assert differences(tmp_path / "one", tmp_path / "two") == []
+
+
+def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to_when_a_rank_was_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    compare = ["compare", "fedavg", "ditto", "--clients=4", "--quiet", "--no-plots", "--checkpoint-every=1"]
+    assert main([*compare, "--rounds=4", "--lr=0.3", "--output", str(tmp_path / "two")]) == 0
+    other = ["--rounds=5", "--lr=0.1", "--output"]
+    assert main([*compare, *other, str(tmp_path / "one")]) == 0
+    process = start(2, "-m", "pfl_ext", *compare, *other, tmp_path / "two", "--overwrite", restarts=1)
+    first = tmp_path / "two" / "fedavg-seed0" / "config.toml"
+
+    def begun() -> bool:
+        """Whether the first run was begun anew: its options are others."""
+        return first.exists() and "lr = 0.1" in first.read_text()
+
+    _until(lambda: (begun() and _rounds(first.parent) > 0) or process.poll() is not None)
+    os.kill(_ranks(process.pid)[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=_LIMIT)
+    assert process.returncode == 0, output
+    for run in ("fedavg-seed0", "ditto-seed0"):
+        assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
+
+
+def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start: Start, tmp_path: Path) -> None:
+    process = start(3, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000))
+    _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
+    pid, begin = _ranks(process.pid)[2], time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 60 and process.returncode != 0
+    assert re.search(rf"pfl-ext run: rank 2 \(process {pid} on .*\) has ended or cannot be reached", output), output
+
+
+def test_a_rank_that_cannot_take_part_in_an_average_ends_the_job_and_says_why(start: Start, tmp_path: Path) -> None:
+    process = start(2, SUPPORT / "ranks_process.py", tmp_path / "answer.json", tmp_path, "full_disk")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    told = r"rank 1 cannot go on, nor can the others without it: \[Errno 28\] No space left on device: '/scratch/slice'"
+    assert re.search(told, output), output
+
+
+def test_a_rank_that_hangs_is_named(start: Start, tmp_path: Path) -> None:
+    command = ["-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000)]
+    process = start(2, *command, PFL_EXT_RANK_TIMEOUT="3")
+    _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
+    ranks = _ranks(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert process.stdout is not None
+    told = ""
+    for line in process.stdout:  # torchrun itself waits half a minute until it kills the one that hangs
+        told += line
+        if "rank 0 ends" in line:
+            break
+    assert re.search(rf"rank 0 ends: rank 1 \(process {ranks[1]} on .*\) has given no sign of life for 3 s", told), told
+
+
+def test_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29731"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pfl_ext", *_run(tmp_path / "run")],
+        env={**os.environ, **variables, "PFL_EXT_RANK_TIMEOUT": "2"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+    assert "pfl-ext run: ranks 1, 2 of 3 did not start within 2 seconds" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("how", ["SIGTERM to torchrun", "Ctrl-C"])
+def test_a_signal_ends_the_run_after_the_round_and_saves(how: str, start: Start, tmp_path: Path) -> None:
+    # A round of about a second: the second signal comes in the same.
+    options = {"rounds": 100_000, "checkpoint_every": 100_000, "local_epochs": 30}
+    process = start(2, "-m", "pfl_ext", *_run(tmp_path / "run", **options))
+    _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
+    if how == "Ctrl-C":  # to all of the terminal's processes, and once more from torchrun to its own
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.terminate()
+    output, _ = process.communicate(timeout=60)
+    done = _rounds(tmp_path / "run")
+    assert f"stopped after round {done}; --resume goes on" in output, output
+    assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{done:08d}.safetensors").exists()
+
+
+def test_two_signals_are_one_where_torchrun_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> bool:
+        with interruptible() as asked:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            return asked.is_set()
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert twice()
+    monkeypatch.setattr("pfl_ext.federation.interruption._TOGETHER", 0.0)  # the second comes later than that
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+
+
+def test_a_wrong_option_is_said_once(start: Start, tmp_path: Path) -> None:
+    process = start(2, "-m", "pfl_ext", "run", "ditto", "--lamb", "1")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and output.count("did you mean --lam") == 1, output
