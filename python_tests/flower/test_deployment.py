@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
 
 from flower_deployment import Deployment, deployment
+from safetensors.torch import load_file
 
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.experiment import Experiment
@@ -116,11 +117,15 @@ def test_flwr_run_in_simulation_leaves_the_results_of_pfl_ext_run(
         said = run.run(*("flwr", "run", "app", "simulation", "--stream", "--federation-config", resources), timeout=300)
         assert "done after round 2" in said
         run.run("pfl-ext", "run", "ditto", *options, "--output", "plain", "--quiet", "--no-plots")
-    results = tmp_path / "app/results"
-    plain = [json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()]
-    assert _records(tmp_path) == [{k: v for k, v in record.items() if not k.startswith("seconds")} for record in plain]
-    for name in ("config.json", "partition.safetensors", "checkpoints/checkpoint-00000002.safetensors"):
-        assert (results / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
+    ours, plain = tmp_path / "app/results", tmp_path / "plain"
+    lines = (plain / "metrics.jsonl").read_text().splitlines()
+    told = [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
+    assert _records(tmp_path) == told
+    assert (ours / "config.json").read_text() == (plain / "config.json").read_text()
+    for name in ("partition.safetensors", "checkpoints/checkpoint-00000002.safetensors"):
+        both = [load_file(folder / name) for folder in (ours, plain)]
+        assert both[0].keys() == both[1].keys()
+        assert all(torch.equal(both[0][key], both[1][key]) for key in both[0])
 
 
 @pytest.mark.skipif("PFL_EXT_LONG" not in os.environ, reason="takes minutes: PFL_EXT_LONG=1 runs it")
