@@ -79,7 +79,7 @@ class Basis:
         return Basis(configuration, name, known.trust_code)
 
 
-_CODE = ("data", "task", "network")
+_CODE = ("data", "task", "network", "optimizer")
 
 
 def _without(sections: Mapping[str, Mapping[str, Any]], known: Any) -> dict[str, dict[str, Any]]:
@@ -87,7 +87,7 @@ def _without(sections: Mapping[str, Mapping[str, Any]], known: Any) -> dict[str,
     return {
         section: {key: value for key, value in table.items() if key != "name" or getattr(known, section, None) is None}
         for section, table in sections.items()
-        if section in _CODE
+        if section in (*_CODE, "method")
     }
 
 
