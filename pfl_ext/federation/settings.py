@@ -107,6 +107,19 @@ class Compute(Options):
         "another order",
     )
     device: str = option("cpu", "where data, models and clients' vectors are, such as cuda; workers need cpu")
+    graphs: bool = option(
+        False,
+        "on a GPU: record a local step on the task's loss once a turn as a CUDA graph, and replay it for all further "
+        "batches of that shape; the same numbers",
+        identity=False,
+    )
+    uploads: str = option(
+        "device",
+        "on a GPU: where uploads wait for the server, there or in pinned memory of the host, to which they are copied "
+        "while the client trains its own model; the same numbers",
+        choices=("device", "host"),
+        identity=False,
+    )
     store: str = option("memory", "where clients' vectors are kept", choices=("memory", "mapped"), identity=False)
     checkpoint_every: int = option(
         10, "rounds between checkpoints; one is also written after a minute without", identity=False
@@ -117,6 +130,9 @@ class Compute(Options):
         super().__post_init__()
         # OpenMP ends the process where it cannot have the memory for so many.
         self.check("threads", 1 <= self.threads <= 1024, "from 1 to 1024")
+        self.check("graphs", not self.graphs or self.device.startswith("cuda"), "of false where device is not cuda")
+        host = self.uploads == "host" and not self.device.startswith("cuda")
+        self.check("uploads", not host, "of device where device is not cuda")
         self.check("checkpoint_every", self.checkpoint_every >= 1, "of 1 or more")
 
 

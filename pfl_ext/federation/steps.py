@@ -17,6 +17,7 @@ from pfl_ext.optim.proximal import momentum_step_
 from pfl_ext.tasks import Classification
 
 from .client import Batch, Client
+from .graphs import RecordedSteps
 from .method import Method
 from .optimizers import made_optimizer, scheduled
 from .privacy import PRIVATE_STEPS, epsilon, private_gradients, sampling
@@ -269,7 +270,10 @@ class Steps:
         client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
-        return mean_loss(self.take(batch, loss) for batch in client.batches(method.batch_size, name=batches, **length))
+        # A loss of the method's own may draw numbers on the host, which a replay would not see.
+        recorded = RecordedSteps(self) if client.graphs and loss is None else None
+        given = client.batches(method.batch_size, name=batches, **length)
+        return mean_loss(self.take(batch, loss) if recorded is None else recorded(batch) for batch in given)
 
     def _train_privately(self, loss: Loss | None, length: Length, batches: str) -> list[Tensor]:
         """The same by DP-SGD; returns the losses."""

@@ -192,7 +192,7 @@ def route(message: Message, context: Context) -> Message:
     if "pfl_ext" not in message.content:
         return _of_strategy(message, context)
     plain = json.loads(message.content["pfl_ext"]["json"])
-    name = NAMES[plain["run"]]
+    name = NAMES.get(plain["run"], "ditto")
     reply = _client_of(name)(message, context)
     if name.startswith("fault:") and [plain.get(key) for key in ("client", "round", "stage")] == [BAD, 1, "train"]:
         FAULTS[name.removeprefix("fault:")](reply)
@@ -310,6 +310,10 @@ def main(folder: Path) -> None:
                 engine.timeout = 60.0
             found[f"fault:{how}"] = [first.get("dropped"), [r.get("dropped") for r in rounds], history([first])]
         found["resumed"] = _interrupted(grid, folder)
+        try:
+            GridEngine(grid, "other", timeout=60, wait=0.1).gather(CLIENTS + 1)
+        except TimeoutError as error:
+            found["refused"] = str(error)
         _strategies(grid, found, tensors)
 
     from flwr.simulation import run_simulation
