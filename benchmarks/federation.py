@@ -404,8 +404,8 @@ def markdown(every: Sequence[report.Row]) -> str:
         "accuracy and AUC of every client (PFLlib's over all pairs of sample and class, ours over the classes). Median "
         f"of {first.rounds}, in turns; all end with the same model. On n cores pfl_ext runs n processes of one thread, "
         "the others one process of n threads. PFLlib: re-typed, with its clients' files in the system's cache. Forward "
-        "and backward alone: as many passes on our network in our memory format, or on the same layers run one by one, "
-        "nothing else.\n\n"
+        "and backward alone: as many passes by autograd on our network in our memory format, or on the same layers run "
+        "one by one, nothing else; pfl_ext takes its steps without autograd, and may take less.\n\n"
         + (_profile_table(parts) + "\n\n" if parts else "")
         + empty_turn.markdown([row for row in every if row.op == empty_turn.OP])
         + f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
