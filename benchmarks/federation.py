@@ -370,7 +370,8 @@ def profile_rows(s: Setting, what: str, repeats: int) -> list[report.Row]:
 
 def _profile_table(lines: Sequence[report.Row]) -> str:
     table = [["where our processor time goes, in one process", "seconds", "share"], ["---", "--:", "--:"]]
-    table += [[row.contestant, f"{row.median_ms / 1e3:.2f}", f"{row.share_of_bandwidth:.1%}"] for row in lines]
+    spent = [row for row in lines if row.median_ms > 0]  # steps are taken in one of two ways
+    table += [[row.contestant, f"{row.median_ms / 1e3:.2f}", f"{row.share_of_bandwidth:.1%}"] for row in spent]
     passes = sum(row.share_of_bandwidth for row in lines if row.contestant in round_profile.PASSES)
     table.append(["**not forward and backward passes**", "", f"**{1 - passes:.1%}**"])
     return "\n".join("| " + " | ".join(line) + " |" for line in table)
