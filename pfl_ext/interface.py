@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 import sys
@@ -182,20 +181,11 @@ def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
         return given, {}
     if isinstance(given, Options):
         fields = dataclasses.fields(given)
-        own = {f.name: _plain(value) for f in fields if (value := getattr(given, f.name)) != f.default}
+        own = {f.name: value for f in fields if (value := getattr(given, f.name)) != f.default}
+        if callable(own.get("optimizer")):
+            own["optimizer"] = _registered("optimizer", own["optimizer"])
         return _registered(section, type(given)), own
     return _registered(section, given), {}
-
-
-def _plain(value: Any) -> Any:
-    """An option's value as a configuration has it: a user's optimiser by its name."""
-    if isinstance(value, functools.partial):
-        name = f"{PYTHON}{plain_value(value)}"
-        register("optimizer", name, value)
-        return name
-    if isinstance(value, str) and in_file(value):
-        make_known("optimizer", value)
-    return _registered("optimizer", value) if callable(value) else value
 
 
 def _registered(section: str, given: Any) -> str:
@@ -203,11 +193,13 @@ def _registered(section: str, given: Any) -> str:
     for known, found in TABLES[section].items():
         if found is given:
             return known
-    own = str(getattr(given, "__name__", type(given).__name__))
+    own = str(getattr(given, "__name__", None) or plain_value(given))  # of a partial what it is made of
     home = getattr(given, "__module__", "")
     file = getattr(sys.modules.get(home), "__file__", None)
+    package = None if home.partition(".")[0] == home else sys.modules.get(home.partition(".")[0])
+    alone = home != "__main__" and getattr(package, "__file__", None) is None  # it imports nothing beside it by dots
     name = f"{PYTHON}{own}"
-    if file and home != "__main__" and getattr(sys.modules[home], own, None) is given:
+    if file and alone and getattr(sys.modules[home], own, None) is given:
         path = os.path.relpath(file)
         name = f"{file if path.startswith('..') else path}:{own}"
     register(section, name, given)
@@ -267,7 +259,9 @@ class _Given:
             if name not in places:
                 _refuse(name, places, {**chosen, **({} if common else {"method": methods[0]})})
             section, key = places[name]
-            found.setdefault(section, {})[key] = _plain(value) if key == "optimizer" else value
+            if name == "optimizer":
+                value = _named("optimizer", value)[0]
+            found.setdefault(section, {})[key] = value
         return found
 
     def into(self, experiment: Experiment) -> Experiment:

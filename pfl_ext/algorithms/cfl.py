@@ -40,6 +40,7 @@ class CFL(Method):
     """
 
     name = "cfl"
+    refuses = (("weighting", "its clusters weigh clients by their samples"),)
 
     eps1: float = option(0.4, "epsilon_1: a cluster is at rest where its mean step is shorter")
     eps2: float = option(1.6, "epsilon_2: and its clients are not where one's step is longer")

@@ -34,6 +34,7 @@ class IFCA(Method):
     """
 
     name = "ifca"
+    refuses = (("weighting", "its equations count clients alike"),)
 
     clusters: int = option(2, "how many models there are; 1 is FedAvg with clients that count alike")
 

@@ -12,7 +12,6 @@ from typing import Any
 from pfl_ext.algorithms import METHODS
 from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
-from pfl_ext.engines import restarted
 from pfl_ext.nn import NETWORKS
 from pfl_ext.options import Option, OptionError, nearest, title
 from pfl_ext.reports import COLUMNS, METRIC, STATISTIC, Look
@@ -60,7 +59,7 @@ class Basis:
         """The basis of a command line."""
         first = Parser(command, add_help=False)
         first.add_argument("--config", type=Path)
-        for option in ("partition", "optimizer", *_CODE):
+        for option in ("partition", *_CODE):
             first.add_argument(f"--{option}")
         add_trust(first)
         known, _ = first.parse_known_args(arguments)
@@ -68,7 +67,7 @@ class Basis:
             configuration = Configuration() if known.config is None else Configuration.read(known.config)
         except (ValueError, OSError) as error:
             raise UsageError(str(error)) from None
-        for section in (*_CODE, "optimizer"):
+        for section in _CODE:
             if (named := getattr(known, section)) is not None:
                 load_code(section, named, trusted=True)
         load_named(_without(configuration.sections, known), trusted=known.trust_code)
@@ -80,17 +79,16 @@ class Basis:
         return Basis(configuration, name, known.trust_code)
 
 
-_CODE = ("data", "task", "network")
+_CODE = ("data", "task", "network", "optimizer")
 
 
 def _without(sections: Mapping[str, Mapping[str, Any]], known: Any) -> dict[str, dict[str, Any]]:
     """The tables of a file without the names that the command line names too."""
-    found = {
+    return {
         section: {key: value for key, value in table.items() if key != "name" or getattr(known, section, None) is None}
         for section, table in sections.items()
-        if section in _CODE
+        if section in (*_CODE, "method")
     }
-    return found | ({"method": dict(sections.get("method", {}))} if known.optimizer is None else {})
 
 
 def listed() -> str:
@@ -214,12 +212,10 @@ def output_of(words: Words, default: str) -> Output:
     rest = words.rest
     if rest["resume"] and rest["overwrite"]:
         raise UsageError("--resume goes on with a run and --overwrite removes it: give one of them")
-    folder = rest["output"] or Path("results") / default
-    again = restarted() and folder.exists()  # torchrun has: what was begun goes on, also what overwrote another run
     return Output(
-        folder=folder,
-        resume=rest["resume"] or again,
-        overwrite=rest["overwrite"] and not again,
+        folder=rest["output"] or Path("results") / default,
+        resume=rest["resume"],
+        overwrite=rest["overwrite"],
         quiet=rest["quiet"],
         tensorboard=rest["tensorboard"],
         plots=not rest["no_plots"],

@@ -61,14 +61,14 @@ class Here:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""
         files = [vector for vector in vectors if isinstance(vector, MappedTensor)]
         if len(files) < len(vectors):
-            return _average([opened(vector) for vector in vectors], weights, normalize)
+            return _average([self.fetch(vector) for vector in vectors], weights, normalize)
         size = files[0].numel()
         step = max(1, _PIECES // (len(files) * files[0].dtype.itemsize))
         pieces = [
             _average([file.read(begin, min(step, size - begin)) for file in files], weights, normalize)
             for begin in range(0, size, step)
         ]
-        return torch.cat(pieces) if pieces else self.fetch(files[0])
+        return torch.cat(pieces).view(files[0].shape) if pieces else self.fetch(files[0])
 
     def fetch(self, vector: Vector) -> Tensor:
         """The vector, mapped where it is in a file."""

@@ -1,7 +1,7 @@
 """Networks of the papers, adapters, pretrained weights."""
 
 from .adapters import FrozenBatchNorm2d, adapter_parameters, add_adapters, freeze_backbone, head_of
-from .fused import FusedSequential
+from .fused import FusedSequential, Row, row_of_layers
 from .hypernetwork import HyperNetwork
 from .libraries import library_network
 from .networks import NETWORKS, build, cnn, lenet, mlp
@@ -17,6 +17,7 @@ __all__ = [
     "FusedSequential",
     "HyperNetwork",
     "ResNet",
+    "Row",
     "VisionTransformer",
     "WideResNet",
     "adapter_parameters",
@@ -34,6 +35,7 @@ __all__ = [
     "resnet18",
     "resnet34",
     "resnet50",
+    "row_of_layers",
     "vit",
     "wide_resnet",
 ]
