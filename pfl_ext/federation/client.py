@@ -250,7 +250,7 @@ class Client:
 
     def metrics(self, indices: Tensor) -> dict[str, float]:
         """The task's metrics of the working model on these samples."""
-        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
+        return self.task.measured(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
