@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -100,6 +100,11 @@ class Client:
         self._most_steps: int | None = None
         self._most_samples: int | None = None
         self._set: dict[str, Tensor] = {}
+
+    @property
+    def inputs_are_one_tensor(self) -> bool:
+        """Whether a batch's inputs are a tensor, not a nest of them."""
+        return not isinstance(self._dataset.inputs, tuple | Mapping)
 
     @property
     def rounds(self) -> int:
@@ -250,7 +255,7 @@ class Client:
 
     def metrics(self, indices: Tensor) -> dict[str, float]:
         """The task's metrics of the working model on these samples."""
-        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
+        return self.task.measured(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""
