@@ -26,6 +26,7 @@ _COMMANDS = {
     "landscape": "draw the loss around the models of finished runs",
     "flower": "write a Flower app that runs a method: flower new FOLDER METHOD",
     "bench": "race an op family against its opponents",
+    "methods": "all methods: paper, what is kept, sent, trained and evaluated, options",
     "info": "versions, build, and which kernel serves each op on CPU and CUDA",
 }
 _RESUMED = ("run", "compare", "sweep", "resume", "paper")

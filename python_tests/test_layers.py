@@ -25,7 +25,7 @@ LAYERS = (
     ("reports", "named"),
     ("sections", "benchmarks"),
     ("experiment",),
-    ("comparison", "configuration", "runs", "exported"),
+    ("comparison", "configuration", "runs", "exported", "catalogue"),
     ("running", "flower", "flower_app", "papers"),
     ("interface",),
     ("commands",),

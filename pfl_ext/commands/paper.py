@@ -10,7 +10,7 @@ from typing import Any
 
 from pfl_ext.configuration import Configuration
 from pfl_ext.papers import Item, Runs, item_of, papers
-from pfl_ext.reports import accuracy_curves, beside, client_density, table
+from pfl_ext.reports import Look, accuracy_curves, beside, client_density, table
 from pfl_ext.running import write_tables
 
 from . import compare, sweep
@@ -80,7 +80,7 @@ def execute(request: Request) -> int:
     runs = {name: Runs(path, folder / name, item.asked()) for name, path in files.items()}
     rows, drawn = _rows(item, runs)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tables(rows, folder, item.name)
+    write_tables(rows, folder, item.name, Look())
     print(f"{item.paper}, {item.name}: {item.title}\n")
     print(table(rows))
     if request.plots:
