@@ -16,6 +16,7 @@ from pfl_ext.sections import method_options
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.toml"))
 SMALL = [path for path in FILES if path.stem.endswith("-small")]
+EXPERIMENTS = sorted((CONFIGS.parent / "experiments").glob("*.toml"))
 SHAPES = {"mnist": (28, 28), "fashion-mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
 # Where a method has the option: no more than this, and what is off stays off.
 TINY = {
@@ -32,7 +33,7 @@ FIXED = {"local_steps": 1, "temperatures": (1.0,), "lambdas": (0.5,)}
 
 
 def _id(path: Path) -> str:
-    return str(path.relative_to(CONFIGS).with_suffix(""))
+    return str(path.relative_to(CONFIGS.parent).with_suffix("")).removeprefix("configs/")
 
 
 def _read(path: Path) -> tuple[Comparison, Mapping[str, Any]]:
@@ -41,7 +42,7 @@ def _read(path: Path) -> tuple[Comparison, Mapping[str, Any]]:
     return comparison, configuration.sweep
 
 
-@pytest.mark.parametrize("path", FILES, ids=_id)
+@pytest.mark.parametrize("path", [*FILES, *EXPERIMENTS], ids=_id)
 def test_every_file_describes_runs_that_can_be_made(path: Path) -> None:
     comparison, sweep = _read(path)
     assert path.read_text(encoding="utf-8").startswith("#"), "a comment on top says what of it is the paper's"
@@ -98,10 +99,18 @@ def _tiny(comparison: Comparison, folder: Path) -> Comparison:
     return Comparison(sections, comparison.labels, (0,))
 
 
-@pytest.mark.parametrize("path", SMALL, ids=_id)
+@pytest.mark.parametrize("path", [*SMALL, *EXPERIMENTS], ids=_id)
 def test_every_scaled_down_file_runs_at_a_tiny_size(path: Path, tmp_path: Path) -> None:
     comparison, sweep = _read(path)
     point = points(_tiny(comparison, tmp_path), {name: values[:1] for name, values in sweep.items()})[0]
     for label, experiment in point.comparison.experiments():
         last = experiment.make(*experiment.make_data()).run()[-1]
         assert any("accuracy" in splits["test"] for splits in last["models"].values()), label
+
+
+def test_no_seed_that_settings_are_chosen_on_is_one_of_those_reported() -> None:
+    seeds = {path.stem: set(_read(path)[0].seeds or ()) for path in EXPERIMENTS}
+    choosing = [of for name, of in seeds.items() if "-choose-" in name]
+    reported = [of for name, of in seeds.items() if "-choose-" not in name]
+    assert choosing and reported
+    assert not set.union(*choosing) & set.union(*reported)

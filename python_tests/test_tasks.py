@@ -134,7 +134,7 @@ def test_a_network_that_returns_a_dictionary_trains_to_the_same_bits() -> None:
     data = _dataset(torch.arange(24) % 3)
     named, plain = _Named(), nn.Linear(4, 3)
     plain.load_state_dict(named.linear.state_dict())
-    settings = Settings(rounds=2, fused_steps=False)  # these are for plain networks, and round otherwise
+    settings = Settings(rounds=2, fused_steps=False)  # a native step has sums of another order
     runs = [Federation(FedAvg(lr=0.1), net, data, _partition(24), settings) for net in (named, plain)]
     for run in runs:
         run.run()

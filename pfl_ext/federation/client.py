@@ -70,8 +70,8 @@ class Client:
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
         privacy: the options of differential privacy, None without.
-        graphs: whether local steps are recorded as CUDA graphs.
         fused_steps: whether whole steps may be taken in one native call.
+        graphs: whether local steps are recorded as CUDA graphs.
         trained: how many samples :meth:`batches` has given for what is sent, and for the client's own model.
         trained_parameters: how many parameters were trained, each as often as there are models of it.
     """
@@ -92,10 +92,10 @@ class Client:
         self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
         self.train, self.validation, self.test = rows
         self.privacy: Privacy | None = settings.privacy
+        self.fused_steps: bool = settings.fused_steps
         self.graphs: bool = settings.graphs
         self.report: dict[str, float] = {}
         self.trained, self.trained_personally, self.trained_parameters = 0, 0, 0
-        self.fused_steps: bool = settings.fused_steps
         self._dataset, self._store, self._settings = dataset, store, settings
         self._most_steps: int | None = None
         self._most_samples: int | None = None

@@ -53,7 +53,7 @@ def _after_two_stages(side: int, network: str) -> int:
     return side
 
 
-def mlp(input_shape: Sequence[int], classes: int, hidden: int = 100) -> nn.Sequential:
+def mlp(input_shape: Sequence[int], classes: int, *, hidden: Annotated[int, "hidden units"] = 100) -> nn.Sequential:
     """One hidden layer with ReLU, for inputs of any shape."""
     linear = (nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
     return FusedSequential(nn.Flatten(), *linear)
