@@ -22,8 +22,6 @@ from .targets import IGNORED, as_targets, class_names
 
 __all__ = ["Dataset"]
 
-_NUMBERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}  # what is no quantity: tokens, masks
-
 
 def _digest(digest: Any, label: str, tensor: Tensor | StoredTensor | None) -> None:
     """Feed a tensor's dtype, shape and bytes to a hash."""
@@ -172,17 +170,18 @@ class Dataset:
         if y.dtype is not torch.int64:
             y = y.to(self.dtype)
         if isinstance(inputs, Tensor):
-            return self._taken("", inputs, indices), y
-        return filled(inputs, [self._taken(name, leaf, indices) for name, leaf in named(inputs)]), y
+            return self._taken(inputs, indices, self._affine.get("")), y
+        every = [self._taken(leaf, indices, self._affine.get(name)) for name, leaf in named(inputs)]
+        return filled(inputs, every), y
 
-    def _taken(self, name: str, leaf: Tensor, indices: Tensor) -> Tensor:
+    def _taken(self, leaf: Tensor, indices: Tensor, affine: tuple[Tensor, Tensor] | None) -> Tensor:
         """These samples of one tensor."""
         x, dtype = leaf.index_select(0, indices), self.dtype
         # A batch of ten is a matter of microseconds: float() costs less than to(), an attribute less than a call.
-        if x.dtype in _NUMBERS:
-            return x if x.dtype is torch.bool else x.long()
+        kind = x.dtype
+        if kind is not torch.uint8 and not kind.is_floating_point:  # what is no quantity: tokens, masks
+            return x if kind is torch.bool else x.long()
         x = x.double() if dtype is torch.float64 else x.float()
-        affine = self._affine.get(name)
         if affine is not None:
             x.mul_(affine[0]).add_(affine[1])  # in place, in the copy that indexing made
         return x if x.dtype is dtype else x.to(dtype)
