@@ -20,7 +20,7 @@ from .engines import leave_if_imported_by_a_worker
 from .experiment import Experiment
 from .federation import Method
 from .named import PYTHON, TABLES, as_dataset, code_in, in_file, make_known, register
-from .options import Options, nearest
+from .options import Options, nearest, plain_value
 from .reports import Look
 from .running import Compared, Output, Run, compare_all, data_name, run_name, run_one
 from .sections import (
@@ -218,7 +218,7 @@ def _registered(section: str, given: Any) -> str:
     for known, found in TABLES[section].items():
         if found is given:
             return known
-    own = str(getattr(given, "__name__", type(given).__name__))
+    own = str(getattr(given, "__name__", None) or plain_value(given))  # of a partial what it is made of
     home = getattr(given, "__module__", "")
     file = getattr(sys.modules.get(home), "__file__", None)
     package = None if home.partition(".")[0] == home else sys.modules.get(home.partition(".")[0])

@@ -16,6 +16,7 @@ from torch import nn
 
 from .comparison import folder_name
 from .data import Dataset, Partition
+from .engines import restarted
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import digits_of, scale_of
@@ -62,7 +63,7 @@ class Output:
                 f"resume=True: there is no folder {self.folder}, so there is nothing to go on with; leave it out to "
                 "begin, or name the run's folder by output=FOLDER"
             )
-        if self.resume or self.overwrite:
+        if self.resume or self.overwrite or restarted():  # before torchrun started it again, all was checked
             return
         for folder in runs:
             if has_results(folder):

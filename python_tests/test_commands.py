@@ -64,7 +64,7 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["run"], 2, "no method is named: METHOD comes first, pfl-ext run METHOD [options]; known are apfl, ditto"),
+        (["run"], 2, "no method is named: METHOD comes first, pfl-ext run METHOD [options]; known are apfl, cfl"),
         (["run", "fedavgg"], 2, "unknown method 'fedavgg' (did you mean fedavg"),
         (["run", "ditto", "--lamm", "1"], 2, "unknown option --lamm (did you mean --lam"),
         (["run", "fedavg", "--lr", "fast"], 1, ": --lr is 'fast'; accepted is a number"),

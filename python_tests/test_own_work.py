@@ -132,6 +132,7 @@ def test_a_name_on_the_command_line_takes_the_place_of_the_files(capsys: pytest.
     ("arguments", "message"),
     [
         (["--network", "absent.py:Net"], "absent.py of the network absent.py:Net is not a file"),
+        (["--network", "python:Net"], "the network python:Net is an object of the Python program that made the run"),
         (["--network", f"{OWN}:Nett"], "has no network Nett (did you mean Net?)"),
         (["--network", f"{OWN}:torch"], "accepted is a class or function that makes a torch.nn.Module"),
         (["--task", f"{OWN}:Net"], "accepted is a class derived from pfl_ext.tasks.Task"),

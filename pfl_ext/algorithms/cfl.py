@@ -40,6 +40,7 @@ class CFL(Method):
     """
 
     name = "cfl"
+    refuses = (("weighting", "its clusters weigh clients by their samples"),)
 
     eps1: float = option(0.4, "epsilon_1: a cluster is at rest where its mean step is shorter")
     eps2: float = option(1.6, "epsilon_2: and its clients are not where one's step is longer")
@@ -90,7 +91,7 @@ class CFL(Method):
     def _weights(self, server: Server, uploads: Uploads, cluster: int) -> list[float]:
         """n_k / n_c of the cluster's clients, 0 of all others."""
         inside = [
-            n * int(server["cluster"][k] == cluster) for k, n in zip(uploads.clients, uploads.samples, strict=True)
+            n * int(server["cluster"][k] == cluster) for k, n in zip(uploads.clients, uploads.weights(), strict=True)
         ]
         return [n / max(sum(inside), 1) for n in inside]
 

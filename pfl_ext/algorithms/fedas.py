@@ -44,6 +44,7 @@ class FedAS(Method):
 
     name = "fedas"
     needs = "classes"
+    refuses = (("weighting", "its weights are those of what clients have learnt"),)
 
     head: str = option("", "module that stays with the client; empty: the last layer")
     align_epochs: int = option(1, "passes over a client's data for the alignment")

@@ -56,6 +56,7 @@ class FedProto(Method):
 
     name = "fedproto"
     needs = "classes"
+    refuses = (("weighting", "it averages no models"),)
 
     head: str = option("", "module whose inputs are the features; empty: the last layer")
     lam: float = option(1.0, "lambda, how strongly features are drawn to the prototypes")

@@ -164,7 +164,7 @@ class PFedHN(Method):
 
 @dataclass(frozen=True)
 class PFedHNPC(PFedHN):
-    r"""pFedHN-PC (Shamsian et al., 2021, section 3.3): pFedHN with a personal classifier.
+    r"""pFedHN-PC (Shamsian et al., 2021): pFedHN with a personal classifier.
 
     The hypernetwork makes the representation :math:`\theta_k = h(v_k; \varphi)`; the head :math:`\omega_k` stays with
     the client, which trains both by the E epochs and sends the change of :math:`\theta_k` alone. So clients whose

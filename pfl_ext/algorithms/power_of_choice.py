@@ -17,7 +17,7 @@ __all__ = ["PowerOfChoice"]
 
 @dataclass(frozen=True)
 class PowerOfChoice(FedAvg):
-    r"""Power-of-choice (Cho, Wang and Joshi, 2022), the variant :math:`\pi_{rpow-d}`: FedAvg by biased selection.
+    """Power-of-choice (Cho, Wang and Joshi, 2022), the variant rpow-d: FedAvg by biased selection.
 
     Of d candidates, drawn without replacement with probabilities by their samples, those take part whose losses were
     highest when they last trained. A client that never did comes first.

@@ -12,7 +12,6 @@ from typing import Any
 from pfl_ext.algorithms import METHODS
 from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
-from pfl_ext.engines import restarted
 from pfl_ext.nn import NETWORKS
 from pfl_ext.options import Option, OptionError, nearest, title
 from pfl_ext.reports import COLUMNS, METRIC, STATISTIC, Look
@@ -213,12 +212,10 @@ def output_of(words: Words, default: str) -> Output:
     rest = words.rest
     if rest["resume"] and rest["overwrite"]:
         raise UsageError("--resume goes on with a run and --overwrite removes it: give one of them")
-    folder = rest["output"] or Path("results") / default
-    again = restarted() and folder.exists()  # torchrun has: what was begun goes on, also what overwrote another run
     return Output(
-        folder=folder,
-        resume=rest["resume"] or again,
-        overwrite=rest["overwrite"] and not again,
+        folder=rest["output"] or Path("results") / default,
+        resume=rest["resume"],
+        overwrite=rest["overwrite"],
         quiet=rest["quiet"],
         tensorboard=rest["tensorboard"],
         plots=not rest["no_plots"],

@@ -1,0 +1,96 @@
+"""``pfl-ext methods``; and which methods a command may run: the package's, and those of files that the user trusts."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pfl_ext.algorithms import METHODS
+from pfl_ext.federation import Method
+from pfl_ext.options import nearest, title
+
+from .parser import Parser, UsageError
+
+__all__ = ["Request", "add_trust", "execute", "listed", "make_known", "parse"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which methods are shown."""
+
+    names: tuple[str, ...]
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Names of methods, all without any."""
+    parser = Parser(
+        "methods",
+        description="Print what methods are: paper; what a client keeps, is sent, sends and trains in a round, in\n"
+        "multiples of the network's parameters; what is evaluated; options and their defaults. Measured\n"
+        "in two rounds of LeNet with six clients, which takes seconds.",
+    )
+    parser.add_argument("names", nargs="*", metavar="METHOD", help="names of methods; default: all")
+    names = tuple(parser.parse_args(arguments).names)
+    for name in names:
+        make_known(name, trusted=True)
+    return Request(names)
+
+
+def execute(request: Request) -> int:
+    """Print the tables."""
+    from pfl_ext.catalogue import catalogue, methods_table, options_table
+
+    entries = catalogue(request.names)
+    print(f"{methods_table(entries)}\n\n{options_table(entries)}")
+    return 0
+
+
+def listed() -> str:
+    """All methods of the package with what they are, for the help of a command."""
+    return "methods:\n" + "\n".join(f"  {name:12} {title(method)}" for name, method in METHODS.items())
+
+
+def add_trust(parser: Any) -> None:
+    """Add the flag that lets a file name code."""
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="let the file name methods of Python files (path/to/file.py:Class), which are then run",
+    )
+
+
+def make_known(name: str, *, trusted: bool, others: Sequence[str] = ()) -> None:
+    """Refuse an unknown method; make that of a file, ``path/to/file.py:Class``, known.
+
+    Args:
+        name: it.
+        trusted: whether the user named it, or said that files may: importing a file runs it.
+        others: names beside those of methods that could have been meant.
+    """
+    path, colon, cls = name.rpartition(":")
+    if name in METHODS:
+        return
+    if not colon:
+        known = [*METHODS, *others]
+        raise UsageError(f"unknown method {name!r}{nearest(name, known)}; known are {', '.join(known)}")
+    if not trusted:
+        raise UsageError(
+            f"{name} would run the code of a file that a file names: name it on the command line yourself, or give "
+            "--trust-code if you trust both"
+        )
+    file = Path(path)
+    if not file.is_file():
+        raise UsageError(f"{path} of the method {name} is not a file; path/to/file.py:Class is accepted")
+    sys.path.insert(0, str(file.resolve().parent))  # by its name: worker processes import it the same way
+    module = importlib.import_module(file.stem)
+    origin = getattr(module, "__file__", None)
+    if origin is None or Path(origin).resolve() != file.resolve():
+        raise UsageError(f"{path} has the name of another module ({origin or 'built in'}): rename the file")
+    found = getattr(module, cls, None)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UsageError(f"{path} has no method {cls}; a class derived from pfl_ext.federation.Method is accepted")
+    METHODS[name] = found
