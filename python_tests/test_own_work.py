@@ -172,6 +172,13 @@ def test_worker_processes_have_the_same_code() -> None:
         assert _records(run.folder) == _records(Path("1"))
 
 
+def test_an_optimizer_of_ones_own_can_be_that_of_one_method() -> None:
+    more = ["--set", f"ditto.optimizer={OWN}:slow_adam", "--no-plots", "--output", "out"]
+    assert main(["compare", "fedavg", "ditto", *NAMED, *QUICK, *more]) == 0
+    used = [read_config(Path(f"out/{label}-seed0"))["method"]["optimizer"] for label in ("fedavg", "ditto")]
+    assert used == ["sgd", f"{OWN}:slow_adam"]
+
+
 def test_data_of_ones_own_may_be_tensors_arrays_or_torch_datasets() -> None:
     x, y = torch.rand(6, 2), torch.arange(6) % 2
     torch_dataset = torch.utils.data.TensorDataset(x, y)
