@@ -223,10 +223,11 @@ class Experiment:
         if self.module is not None:
             return self.module
         options = dict(self.network_options)
-        generator = stream(self.settings.seed, "network")
+        generator, name = stream(self.settings.seed, "network"), self._network(dataset)
+        known("network", name)  # refuses what an object of another program is called
         if _is_run(options.get("pretrained")):
             options["weights"] = saved_weights(Path(options["pretrained"]))
-        return nn.build(self._network(dataset), dataset.input_shape, _outputs(dataset), generator, **options)
+        return nn.build(name, dataset.input_shape, _outputs(dataset), generator, **options)
 
     def _network(self, dataset: Dataset) -> str:
         """The network's name; ``auto`` is lenet for colour images, char-transformer for tokens, else mlp."""

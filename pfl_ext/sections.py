@@ -135,7 +135,7 @@ def check_tables(sections: Mapping[str, Any]) -> None:
 
 
 DATA_OPTIONS = {
-    "name": Option("data", str, "digits", ", ".join(SOURCES)),
+    "name": Option("data", str, "digits", f"{', '.join(SOURCES)}, file.py:function"),
     "root": Option(
         "data_root", Path | None, None, "the folder with the files; relative PATHs are looked for there too"
     ),
@@ -174,10 +174,16 @@ PARTITION_OPTIONS = {
 }
 """The options of the table ``partition`` beside those of the partitioner."""
 
-TASK_OPTIONS = {"name": Option("task", str, "auto", f"what is learned: auto (by the targets), {', '.join(TASKS)}")}
+TASK_OPTIONS = {
+    "name": Option("task", str, "auto", f"what is learned: auto (by the targets), {', '.join(TASKS)}, file.py:Class")
+}
 """The same of the table ``task``."""
 
-NETWORK_OPTIONS = {"name": Option("network", str, "auto", f"auto, {', '.join(nn.NETWORKS)}")}
+NETWORK_OPTIONS = {
+    "name": Option(
+        "network", str, "auto", f"auto, {', '.join(nn.NETWORKS)}, torchvision:NAME, timm:NAME, file.py:Class"
+    )
+}
 """The same of the table ``network``."""
 
 METHOD_OPTIONS = {"name": Option("method", str, REQUIRED, "")}

@@ -132,6 +132,7 @@ def test_a_name_on_the_command_line_takes_the_place_of_the_files(capsys: pytest.
     ("arguments", "message"),
     [
         (["--network", "absent.py:Net"], "absent.py of the network absent.py:Net is not a file"),
+        (["--network", "python:Net"], "the network python:Net is an object of the Python program that made the run"),
         (["--network", f"{OWN}:Nett"], "has no network Nett (did you mean Net?)"),
         (["--network", f"{OWN}:torch"], "accepted is a class or function that makes a torch.nn.Module"),
         (["--task", f"{OWN}:Net"], "accepted is a class derived from pfl_ext.tasks.Task"),
@@ -169,6 +170,13 @@ def test_worker_processes_have_the_same_code() -> None:
         run = pfl_ext.run(method, **given, **options, rounds=2, lr=0.1, quiet=True, plots=False, overwrite=True)
         assert read_config(run.folder)["method"]["optimizer"].endswith(":slow_adam")
         assert _records(run.folder) == _records(Path("1"))
+
+
+def test_an_optimizer_of_ones_own_can_be_that_of_one_method() -> None:
+    more = ["--set", f"ditto.optimizer={OWN}:slow_adam", "--no-plots", "--output", "out"]
+    assert main(["compare", "fedavg", "ditto", *NAMED, *QUICK, *more]) == 0
+    used = [read_config(Path(f"out/{label}-seed0"))["method"]["optimizer"] for label in ("fedavg", "ditto")]
+    assert used == ["sgd", f"{OWN}:slow_adam"]
 
 
 def test_data_of_ones_own_may_be_tensors_arrays_or_torch_datasets() -> None:

@@ -95,6 +95,8 @@ def _set_own(sections: dict[str, dict[str, Any]], settings: Sequence[str], metho
             raise UsageError(f"--set {setting}: METHOD.OPTION=VALUE is accepted, such as ditto.lam=0.1")
         if method not in methods:
             raise UsageError(f"--set {setting}: {method} is not compared{nearest(method, methods)}")
+        if name == "optimizer":
+            load_code("optimizer", value, trusted=True)
         own = sections.setdefault("method", {})
         own[method] = {**own.get(method, {}), name: value}
 
