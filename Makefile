@@ -38,13 +38,13 @@ test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS :
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) safetensors opacus scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
+DEV_TOOLS := $(TEST_TOOLS) safetensors opacus peft scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
 
 PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
+PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check bench readme clean FORCE
+.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check gpu-report bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -115,22 +115,24 @@ abi: build $(OLDEST)/tools $(addsuffix /tools,$(NEWEST)) ## the built library un
 	print('torch', torch.__version__, 'loads _C', hashlib.sha256(library.read_bytes()).hexdigest()[:16])" || exit 1; \
 	  $$env/bin/pytest -q -n $(WORKERS) python_tests/ops || exit 1; done
 
-# Flower brings 60 packages, 250 MB of them ray for its simulation, and needs Python 3.11: an environment of its own.
+# Flower brings 60 packages, 250 MB of them ray for its simulation, and needs Python 3.11: an environment of its own,
+# with the torch and the test tools of $(OLDEST), which CI has made by then.
 FLOWER_ENV := .venv-flower
 FLOWER ?= 1.42.0
 FLOWER_PIP := $(FLOWER_ENV)/bin/python -m pip --disable-pip-version-check -q install
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-$(FLOWER_ENV)/tools: constraints.txt .ci/flower.txt Makefile
+$(FLOWER_ENV)/tools: $(OLDEST)/tools .ci/flower.txt Makefile
 	test -x $(FLOWER_ENV)/bin/python || $(PYTHON) -m venv $(FLOWER_ENV)
-	$(FLOWER_PIP) $(PIP_FLAGS) -c constraints.txt $(TORCH_cpu) $(TEST_TOOLS) safetensors
-	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps -r .ci/flower.txt
+	$(FLOWER_PIP) $(PIP_FLAGS) -c constraints.txt --no-deps -r .ci/flower.txt safetensors
+	$(abspath $(OLDEST))/bin/python $(SITE) > $$($(FLOWER_ENV)/bin/python $(SITE))/torch-and-tools.pth
 	@touch $@
 
 ifeq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))'),True)
 flower: build $(FLOWER_ENV)/tools ## the tests of Flower with the real one, FLOWER=1.42.0
 	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps flwr==$(FLOWER)
 	$(FLOWER_PIP) --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(FLOWER_ENV)/bin/pytest -q python_tests/flower
+	$(FLOWER_ENV)/bin/python -m pytest -q python_tests/flower
 else
 flower: ## the tests of Flower with the real one, FLOWER=1.42.0
 	@echo "not run: Flower needs Python 3.11 or later, and $(PYTHON) is older"
@@ -203,8 +205,9 @@ cuda-check: build ## no register spills, no stack frames, every op registered by
 SIMULATOR ?=
 GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath $(SIMULATOR))/fakegpu.py \
   --python $(abspath $(BIN))/python
-GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation algorithms/test_devices.py \
+GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation engines/test_streams.py algorithms/test_devices.py \
   algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
+GPU_ORDERS := $(addprefix $(CURDIR)/python_tests/,ops optim algorithms/test_devices.py)
 IS_SIMULATED := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
   raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
 
@@ -215,10 +218,27 @@ gpu-check: build ## the CUDA library on a simulated GPU: ops, optimisers, all me
 	cd build/simulator && $(GPU) -c '$(IS_SIMULATED)'
 	cd build/simulator && $(GPU) -m pytest -q -n $(WORKERS) -k cuda $(GPU_TESTS)
 	cd build/simulator && FAKEGPU_SEED=1 FAKEGPU_GLOBAL_RACES=1 FAKEGPU_THREAD_SCHEDULE=1 \
-	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile" $(GPU_TESTS)
+	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile and not graph" $(GPU_ORDERS)
 	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -k "cuda and graph" $(GPU_TESTS)
 	cd build/simulator && $(GPU) -m pfl_ext compare persfl fedavg ditto scd plgu-lf --data digits --partition ds1 --clients 4 \
 	  --rounds 1 --lr 0.1 --device cuda --output ../gpu-check
+
+# For the owner of a GPU: the same tests there, under the toolkit's checker too where it is installed, and the race. What
+# fails is written down and does not end it.
+REPORT := build/gpu-report
+
+gpu-report: build ## on a real GPU: tests, compute-sanitizer, race; build/gpu-report.tar.gz is what to send back
+	@$(BIN)/python -I -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'torch finds no GPU here')"
+	@rm -rf $(REPORT) && mkdir -p $(REPORT)
+	$(BIN)/pfl-ext info > $(REPORT)/info.txt
+	-nvidia-smi -q > $(REPORT)/nvidia-smi.txt
+	-$(BIN)/pytest -q -k cuda $(GPU_TESTS) 2>&1 | tee $(REPORT)/tests.txt
+	-if command -v compute-sanitizer > /dev/null; then for tool in memcheck racecheck initcheck synccheck; do \
+	  compute-sanitizer --tool $$tool $(BIN)/pytest -q -k "cuda and not check and not compile and not large" \
+	  $(CURDIR)/python_tests/ops > $(REPORT)/$$tool.txt 2>&1; done; fi
+	$(BIN)/pfl-ext bench --device cuda --output $(REPORT) > $(REPORT)/table.md
+	tar -czf $(REPORT).tar.gz -C build gpu-report
+	@echo "wrote $(REPORT).tar.gz"
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ _COMMANDS = {
     "run": "run a method on clients' data",
     "compare": "run several methods on identical partitions and streams; one table, one picture",
     "sweep": "a comparison for each combination of some options' values; one table",
+    "paper": "a table or figure of one of the papers, ours beside the printed one",
     "resume": "go on with a run, a comparison or a sweep: FOLDER is all it needs",
     "export": "write a run's global model or a client's personal one as safetensors",
     "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
@@ -28,7 +29,7 @@ _COMMANDS = {
     "methods": "all methods: paper, what is kept, sent, trained and evaluated, options",
     "info": "versions, build, and which kernel serves each op on CPU and CUDA",
 }
-_RESUMED = ("run", "compare", "sweep", "resume")
+_RESUMED = ("run", "compare", "sweep", "resume", "paper")
 
 _HELP = "\n".join(
     [

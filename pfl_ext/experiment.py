@@ -16,7 +16,7 @@ from .algorithms import METHODS
 from .data import PARTITIONERS, Dataset, Partition, load, load_test
 from .engines import EngineOptions, make_engine
 from .federation import Federation, Method, Settings, stream
-from .named import OWN_DATA, PYTHON, known
+from .named import OWN_DATA, PYTHON, in_file, known
 from .options import REQUIRED, Option, OptionError, checked, made, of_dataclass
 from .reports import CONFIG, read_config
 from .sections import (
@@ -92,7 +92,7 @@ class Experiment:
             raise OptionError(
                 "partition", "clients", partition["clients"], f"is {cut['clients']}; accepted is 1 or more"
             )
-        made("method", METHODS[name["name"]], method, own)  # refuses what is out of range
+        _check_method(name["name"], method, own)
         if learned["name"] != "auto":
             made("task", known("task", learned["name"]), task, task_own)
         run, of_engine = checked("federation", federation, settings_options()), of_dataclass(EngineOptions)
@@ -135,15 +135,23 @@ class Experiment:
                     **_values(network_options(self.network), self.network_options),
                 },
                 "federation": dataclasses.asdict(self.settings) | dataclasses.asdict(self.engine),
-                "method": {"name": self.method, **dataclasses.asdict(self.make_method())},
+                "method": {"name": self.method, **self._method_values()},
             }
         )
 
     def make_method(self) -> Method:
         """The method with its options."""
-        method = known("method", self.method)(**self.method_options)
+        options = dict(self.method_options)
+        if in_file(str(options.get("optimizer"))) or str(options.get("optimizer")).startswith(PYTHON):
+            options["optimizer"] = known("optimizer", options["optimizer"])  # itself: workers know no other names
+        method = known("method", self.method)(**options)
         assert isinstance(method, Method)
         return method
+
+    def _method_values(self) -> dict[str, Any]:
+        """The method's options, given or default; what a name stands for by its name."""
+        values = {f.name: getattr(self.make_method(), f.name) for f in dataclasses.fields(self.make_method())}
+        return values | {name: value for name, value in self.method_options.items() if callable(values[name])}
 
     def _load(self, name: str) -> Dataset:
         """The data set of a name, of the package or of a user's file."""
@@ -214,25 +222,29 @@ class Experiment:
         """The network with the initial weights of the seed, or that of the Python program."""
         if self.module is not None:
             return self.module
-        options, shape = dict(self.network_options), tuple(dataset.input_shape)
+        options = dict(self.network_options)
         generator = stream(self.settings.seed, "network")
         if _is_run(options.get("pretrained")):
             options["weights"] = saved_weights(Path(options["pretrained"]))
-        return nn.build(self._network(dataset), shape, len(dataset.classes), generator, **options)
+        return nn.build(self._network(dataset), dataset.input_shape, _outputs(dataset), generator, **options)
 
     def _network(self, dataset: Dataset) -> str:
         """The network's name; ``auto`` is lenet for colour images, else mlp."""
+        if self.network != "auto":
+            return self.network
+        if not isinstance(dataset.inputs, Tensor):
+            raise ValueError(f"network is 'auto', and a sample of {dataset.name!r} is several tensors; name a network")
         shape = tuple(dataset.input_shape)
-        colour = len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16
-        return {True: "lenet", False: "mlp"}[colour] if self.network == "auto" else self.network
+        return "lenet" if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16 else "mlp"
 
     def resolved(self, dataset: Dataset) -> Experiment:
         """The same experiment with what ``auto`` stands for."""
-        return dataclasses.replace(
-            self,
-            task=self.make_task(dataset).name if self.task == "auto" else self.task,
-            network=self._network(dataset),
-        )
+        task = self.make_task(dataset).name if self.task == "auto" else self.task
+        cut = {name: option.default for name, option in partition_options(self.partition).items() if name == "test"}
+        cut |= self.partition_options
+        if cut.get("test") == "auto":
+            cut["test"] = "proportional" if bool(dataset.is_test.any()) else "split"
+        return dataclasses.replace(self, task=task, network=self._network(dataset), partition_options=cut)
 
     def make(self, dataset: Dataset, partition: Partition, **more: Any) -> Federation:
         """The federation, ready to run."""
@@ -241,6 +253,20 @@ class Experiment:
         more.setdefault("task", self.make_task(dataset))
         more.setdefault("engine", make_engine(self.engine))
         return Federation(self.make_method(), self.make_network(dataset), dataset, partition, self.settings, **more)
+
+
+def _check_method(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse options of a method that are out of range."""
+    optimizer = own.get("optimizer", "sgd")
+    if in_file(optimizer) or optimizer.startswith(PYTHON):
+        known("optimizer", optimizer)
+    made("method", known("method", name), given, own)
+
+
+def _outputs(dataset: Dataset) -> int:
+    """How many outputs a network has: one for each class, or for each number to predict."""
+    numbers = dataset.targets.shape[1] if dataset.targets.dim() > 1 else 1
+    return len(dataset.classes) or numbers
 
 
 # ---- a run that is in a folder ---------------------------------------------------------------------------------------

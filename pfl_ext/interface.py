@@ -20,7 +20,7 @@ from .engines import leave_if_imported_by_a_worker
 from .experiment import Experiment
 from .federation import Method
 from .named import PYTHON, TABLES, as_dataset, in_file, make_known, register
-from .options import Options, nearest
+from .options import Options, nearest, plain_value
 from .reports import Look
 from .running import Compared, Output, Run, compare_all, data_name, run_name, run_one
 from .sections import (
@@ -182,6 +182,8 @@ def _named(section: str, given: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(given, Options):
         fields = dataclasses.fields(given)
         own = {f.name: value for f in fields if (value := getattr(given, f.name)) != f.default}
+        if callable(own.get("optimizer")):
+            own["optimizer"] = _registered("optimizer", own["optimizer"])
         return _registered(section, type(given)), own
     return _registered(section, given), {}
 
@@ -191,11 +193,13 @@ def _registered(section: str, given: Any) -> str:
     for known, found in TABLES[section].items():
         if found is given:
             return known
-    own = str(getattr(given, "__name__", type(given).__name__))
+    own = str(getattr(given, "__name__", None) or plain_value(given))  # of a partial what it is made of
     home = getattr(given, "__module__", "")
     file = getattr(sys.modules.get(home), "__file__", None)
+    package = None if home.partition(".")[0] == home else sys.modules.get(home.partition(".")[0])
+    alone = home != "__main__" and getattr(package, "__file__", None) is None  # it imports nothing beside it by dots
     name = f"{PYTHON}{own}"
-    if file and home != "__main__" and getattr(sys.modules[home], own, None) is given:
+    if file and alone and getattr(sys.modules[home], own, None) is given:
         path = os.path.relpath(file)
         name = f"{file if path.startswith('..') else path}:{own}"
     register(section, name, given)
@@ -255,6 +259,8 @@ class _Given:
             if name not in places:
                 _refuse(name, places, {**chosen, **({} if common else {"method": methods[0]})})
             section, key = places[name]
+            if name == "optimizer":
+                value = _named("optimizer", value)[0]
             found.setdefault(section, {})[key] = value
         return found
 

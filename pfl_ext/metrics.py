@@ -16,6 +16,7 @@ __all__ = [
     "LOWER_IS_BETTER",
     "SHARES",
     "classification_metrics",
+    "digits_of",
     "mean_metrics",
     "prediction_distance",
     "scale_of",
@@ -41,6 +42,11 @@ def scale_of(metric: str) -> float:
 def sign_of(metric: str) -> float:
     """What a metric is multiplied by so that higher is better: 1, or -1 where low is good."""
     return -1.0 if metric in LOWER_IS_BETTER else 1.0
+
+
+def digits_of(metric: str) -> int:
+    """Decimals that a metric is shown with: hundredths of a per cent, as fine for any other."""
+    return 2 if metric in SHARES else 4
 
 
 def word_of(metric: str) -> str:
@@ -102,6 +108,8 @@ def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
     # In float32 the probabilities of confident samples round to equal ones, which the AUC would take for ties.
     scores = logits.detach().double()
     targets = targets.detach().to(scores.device)
+    if not several and len(scores) <= _FEW and scores.device.type == "cpu":
+        return _metrics_of_few(scores, targets.long().numpy())
     broken = scores.isnan()
     if several:
         positives = targets == 1
@@ -111,11 +119,7 @@ def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
         right = ((scores > 0) == positives) & ~broken
     else:
         targets = targets.long()
-        if targets.min() < 0 or targets.max() >= logits.shape[1]:
-            raise ValueError(
-                f"targets must be class numbers from 0 to {logits.shape[1] - 1}, as many as the logits have columns; "
-                f"got {int(targets.min())} to {int(targets.max())}"
-            )
+        _check_classes(int(targets.min()), int(targets.max()), logits.shape[1])
         right = (scores.argmax(1) == targets) & ~broken.any(1)
         scores = log_softmax(scores, 1)
         loss = -scores.gather(1, targets[:, None]).mean()
@@ -126,6 +130,41 @@ def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
         auc = _macro_auc(scores.T.cpu().numpy(), positives.T.cpu().numpy())
     accuracy, loss_value = torch.stack([right.double().mean(), loss]).tolist()
     return {"accuracy": accuracy, "loss": loss_value, "auc": auc}
+
+
+def _check_classes(lowest: int, highest: int, classes: int) -> None:
+    if lowest < 0 or highest >= classes:
+        raise ValueError(
+            f"targets must be class numbers from 0 to {classes - 1}, as many as the logits have columns; "
+            f"got {lowest} to {highest}"
+        )
+
+
+_FEW = 64
+"""Up to so many samples comparing all with all takes less time than sorting them class by class."""
+
+
+def _metrics_of_few(logits: Tensor, targets: np.ndarray) -> dict[str, float]:
+    """The same for few samples with one class each, in few calls: most of a small client's evaluation is overhead."""
+    scores, raw, samples = log_softmax(logits, 1).numpy(), logits.numpy(), np.arange(len(targets))
+    _check_classes(int(targets.min()), int(targets.max()), raw.shape[1])
+    own = scores[samples, targets]
+    right = (raw.argmax(1) == targets) & ~np.isnan(raw).any(1)
+    auc = _macro_auc_of_few(scores, own, targets) if np.isfinite(raw).all() else float("nan")
+    return {"accuracy": float(right.mean()), "loss": float(-own.mean()), "auc": auc}
+
+
+def _macro_auc_of_few(scores: np.ndarray, own: np.ndarray, targets: np.ndarray) -> float:
+    """As :func:`_macro_auc`, to the bit, by comparing each sample's score of its own class with that of all others."""
+    others = scores[:, targets].T  # [i, j]: sample j's score of the class of sample i
+    apart = targets[:, None] != targets
+    # Twice the pairs that are in the right order, a tie counting half: integers.
+    won = ((own[:, None] > others).astype(np.int64) * 2 + (own[:, None] == others)) * apart
+    count = np.bincount(targets, minlength=scores.shape[1])
+    found = np.bincount(targets, won.sum(1), scores.shape[1])
+    pairs = (count * (len(targets) - count)).tolist()
+    areas = [twice / (2 * n) for twice, n in zip(found.tolist(), pairs, strict=True) if n]
+    return sum(areas) / len(areas) if areas else float("nan")
 
 
 def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

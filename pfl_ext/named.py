@@ -1,4 +1,4 @@
-"""What a name stands for: methods, networks, tasks and data of the package, of a user's file, of torchvision and timm.
+"""What a name stands for: methods, networks, tasks, data, optimisers; of the package, of libraries, of a user's file.
 
 ``path/to/file.py:Name`` names something in a Python file. Importing a file runs it, so this is done for those names
 alone that :func:`make_known` is called with: by ``pfl_ext.run`` and ``compare`` for what they are given, by the command
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .algorithms import METHODS
 from .data import Dataset
 from .federation import Method
+from .federation.optimizers import OPTIMIZERS
 from .nn import NETWORKS, library_network
 from .options import nearest
 from .tasks import TASKS, Task
@@ -32,8 +33,14 @@ __all__ = ["OWN_DATA", "PYTHON", "TABLES", "as_dataset", "from_file", "in_file",
 OWN_DATA: dict[str, Callable[[Path | None], Dataset]] = {}
 """Functions of users' files that make a data set, of the folder with the data's files."""
 
-TABLES: dict[str, dict[str, Any]] = {"data": OWN_DATA, "task": TASKS, "network": NETWORKS, "method": METHODS}
-"""Everything that a table of a configuration file chooses by its name, but for partitions and the package's data."""
+TABLES: dict[str, dict[str, Any]] = {
+    "data": OWN_DATA,
+    "task": TASKS,
+    "network": NETWORKS,
+    "method": METHODS,
+    "optimizer": OPTIMIZERS,
+}
+"""Everything that is chosen by its name and may be a user's own; of the data only these."""
 
 PYTHON = "python:"
 """How the name of an object begins that a Python program gave, and that no name can bring back."""
@@ -43,6 +50,7 @@ _ACCEPTED = {
     "task": "a class derived from pfl_ext.tasks.Task",
     "network": "a class or function that makes a torch.nn.Module",
     "method": "a class derived from pfl_ext.federation.Method",
+    "optimizer": "a class or function of (params, lr=..., weight_decay=...) that makes a torch optimiser",
 }
 
 
@@ -121,7 +129,8 @@ def _module(file: Path) -> ModuleType:
 
 
 def _kind(found: Any) -> str:
-    return f"the {type(found).__name__} {getattr(found, '__name__', repr(found)[:40])}"
+    name = getattr(found, "__name__", None)
+    return f"the {type(found).__name__} {name}" if isinstance(name, str) else f"of the type {type(found).__name__}"
 
 
 # ---- networks and data of a user -------------------------------------------------------------------------------------
@@ -144,11 +153,11 @@ def _network(name: str, make: Callable[..., Any]) -> Callable[..., nn.Module]:
                 "given, all others are options, which have one"
             )
 
-    def build(input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-        given = {"input_shape": tuple(input_shape), "classes": classes}
+    def build(input_shape: Any, classes: int, **options: Any) -> nn.Module:
+        given = {"input_shape": input_shape, "classes": classes}
         made = make(**{key: value for key, value in given.items() if key in parameters}, **options)
         if not isinstance(made, nn.Module):
-            raise ValueError(f"the network {name} gave {_kind(made)}; accepted is a torch.nn.Module")
+            raise ValueError(f"what the network {name} makes is {_kind(made)}; accepted is a torch.nn.Module")
         return made
 
     build.__name__, build.__doc__ = name, inspect.getdoc(make)

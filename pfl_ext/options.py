@@ -20,12 +20,12 @@ __all__ = [
     "OptionError",
     "Options",
     "checked",
-    "label",
     "made",
     "nearest",
     "of_dataclass",
     "of_signature",
     "option",
+    "plain_value",
     "title",
 ]
 
@@ -96,17 +96,17 @@ class Options:
     def identity(self) -> dict[str, Any]:
         """The options that have an influence on what models become."""
         return {
-            field.name: label(getattr(self, field.name))
+            field.name: plain_value(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.metadata["identity"]
         }
 
 
-def label(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A value as records and identities have it: itself, or the name of a function or a class of the user's."""
     if isinstance(value, functools.partial):
         given = [*map(repr, value.args), *(f"{name}={one!r}" for name, one in value.keywords.items())]
-        return f"{label(value.func)}({', '.join(given)})"
+        return f"{plain_value(value.func)}({', '.join(given)})"
     return (
         f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}" if callable(value) else value
     )

@@ -16,9 +16,10 @@ from torch import nn
 
 from .comparison import folder_name
 from .data import Dataset, Partition
+from .engines import restarted
 from .experiment import Experiment, restored
 from .federation import Federation
-from .metrics import scale_of
+from .metrics import digits_of, scale_of
 from .reports import CONFIG, Look, ResultsFolder, comparison, table, tails, users
 from .reports.tables import Style
 from .runs import draw, has_results, run_in
@@ -62,7 +63,7 @@ class Output:
                 f"resume=True: there is no folder {self.folder}, so there is nothing to go on with; leave it out to "
                 "begin, or name the run's folder by output=FOLDER"
             )
-        if self.resume or self.overwrite:
+        if self.resume or self.overwrite or restarted():  # before torchrun started it again, all was checked
             return
         for folder in runs:
             if has_results(folder):
@@ -136,7 +137,7 @@ class Run:
 
 def _cells(found: Mapping[str, float] | float, metric: str) -> dict[str, str]:
     """The cells of a metric over clients, or of one model on one set."""
-    scale, digits = scale_of(metric), 2 if scale_of(metric) == 100 else 4
+    scale, digits = scale_of(metric), digits_of(metric)
     if not isinstance(found, Mapping):
         return {metric: f"{scale * found:.{digits}f}"}
     names = {"mean": metric, "std": "std over clients", "lowest5": "lowest 5 %", "top5": "top 5 %"}
@@ -202,7 +203,7 @@ class Compared(Mapping[str, Run]):
 
     def __str__(self) -> str:
         """The table."""
-        return table(self.rows(), self.look.columns, style=self.look.style)
+        return table(self.rows(), self.look.columns, self.look.style, self.look.digits)
 
 
 def folders_of(experiments: Sequence[tuple[str, Experiment]], folder: Path) -> list[Path]:
@@ -257,8 +258,8 @@ def compare_all(
     output.check(folders_of(experiments, output.folder))
     with with_config(output.folder, config):
         found, dataset, partition = run_all(experiments, output.folder, output, look)
-    write_tables(found.rows(), output.folder, "comparison", found.look.columns)
-    write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails")
+    write_tables(found.rows(), output.folder, "comparison", found.look, found.look.columns)
+    write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails", found.look)
     (output.folder / "users.md").write_text(users(found.folders, found.look.metric or ""), encoding="utf-8")
     if output.plots:
         draw(found.folders, output.folder, dataset, partition, found.look)
@@ -266,9 +267,9 @@ def compare_all(
 
 
 def write_tables(
-    rows: Sequence[Mapping[str, Any]], folder: Path, name: str, columns: Sequence[str] | None = None
+    rows: Sequence[Mapping[str, Any]], folder: Path, name: str, look: Look, columns: Sequence[str] | None = None
 ) -> None:
     """Write a table in all styles; the CSV file has all columns."""
     for style, suffix in _SUFFIXES.items():
         shown = None if style == "csv" else columns
-        (folder / f"{name}.{suffix}").write_text(table(rows, shown, style=style), encoding="utf-8")
+        (folder / f"{name}.{suffix}").write_text(table(rows, shown, style, look.digits), encoding="utf-8")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .data import Dataset, Partition
-from .engines import EngineOptions, InProcess
+from .engines import EngineOptions, InProcess, begun_before_restart, note_begun
 from .experiment import Experiment, restored
 from .federation import Client, Federation, ForeignCheckpoint, Request, Settings, WorkingModel, state_of, stream
 from .options import nearest
@@ -87,7 +87,8 @@ def run_in(
         dataset, partition: its data, as :meth:`Experiment.make_data` makes them.
         look: which metric the progress display shows, and the tables and pictures that are made of the results.
         label: what the progress display calls it; else the method.
-        resume: go on from the folder's last good checkpoint.
+        resume: go on from the folder's last good checkpoint. So does a run that was begun before torchrun started all
+            processes again.
         overwrite: remove the results of an earlier run in the folder. They stay if this one cannot begin.
         quiet: show no progress.
         board: write TensorBoard files too.
@@ -100,6 +101,8 @@ def run_in(
     """
     look, experiment = look or Look(), experiment.resolved(dataset)
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    if begun_before_restart(str(folder.resolve())):
+        resume, overwrite = True, False
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock(folder))
         with _set_aside(folder) if overwrite else contextlib.nullcontext():
@@ -116,6 +119,7 @@ def run_in(
                 if not begun:  # a run that cannot begin leaves nothing
                     _remove_new(folder, before, absent)
                 raise
+        note_begun(str(folder.resolve()))
         results.write_toml(CONFIG, config_of(experiment, look))
         results.write_json("versions.json", versions())
         with results.replacing("partition.safetensors") as path:

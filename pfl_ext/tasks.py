@@ -367,13 +367,14 @@ def task_of(dataset: Dataset) -> Task:
     """The task that a dataset's targets are for, where they leave no choice.
 
     Raises:
-        ValueError: several tasks have such targets.
+        ValueError: no task has such targets.
     """
     if dataset.targets.dtype != torch.int64:
         return MultiLabel() if dataset.classes else Regression()
-    if dataset.targets.dim() > 1:
+    known = {1: Classification, 2: NextToken, 3: Pixels}
+    if dataset.targets.dim() not in known:
         raise ValueError(
-            f"the targets of {dataset.name!r} are {_kind(dataset.targets)}, for which there is more than one task; "
-            "name it: pixels or next-token"
+            f"the targets of {dataset.name!r} are {_kind(dataset.targets)}, for which there is no task here: give one "
+            "of your own"
         )
-    return Classification()
+    return known[dataset.targets.dim()]()

@@ -184,7 +184,7 @@ def test_the_example_option_is_everywhere_that_the_page_says(
     assert read_config(Path("one"))["method"]["share"] == 0.5
     resumed = ["run", "--config", "careful.toml", "--output", "one", "--rounds", "2", "--resume", *quiet]
     assert main([*resumed, "--share", "1"]) != 0
-    assert "method.share" in capsys.readouterr().err
+    assert "\n  --share: 0.5 there, 1.0 here\n" in capsys.readouterr().err
     assert main(resumed) == 0
 
     Path("misspelt.toml").write_text(config.replace("share =", "shares ="), encoding="utf-8")

@@ -26,7 +26,7 @@ LAYERS = (
     ("sections", "benchmarks"),
     ("experiment",),
     ("comparison", "configuration", "runs", "exported", "catalogue"),
-    ("running", "flower", "flower_app"),
+    ("running", "flower", "flower_app", "papers"),
     ("interface",),
     ("commands",),
     ("cli",),

@@ -125,3 +125,26 @@ def test_the_prediction_distance_is_the_l1_distance_of_probabilities_cut_at_one(
     p = torch.tensor([[0.8, 0.2], [0.99, 0.01], [0.5, 0.5]], dtype=torch.float64)
     g = torch.tensor([[0.6, 0.4], [0.01, 0.99], [0.5, 0.5]], dtype=torch.float64)
     assert prediction_distance(p, g) == pytest.approx((0.4 + 1 + 0) / 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_metrics_of_few_samples_are_those_of_many(seed, monkeypatch):
+    torch.manual_seed(seed)
+    n, classes = 1 + seed * 3, 2 + seed % 5
+    logits = torch.randn(n, classes).mul(2).round() / 2 if seed % 2 else torch.randn(n, classes) * 3  # ties, or none
+    if seed == 7:
+        logits[0, 1] = float("inf")
+    if seed == 9:
+        logits[2] = float("nan")
+    targets = torch.randint(0, max(1, classes - seed % 3), (n,))
+    few = classification_metrics(logits, targets)
+    monkeypatch.setattr("pfl_ext.metrics._FEW", 0)
+    many = classification_metrics(logits, targets)
+    for name in ("accuracy", "auc"):
+        assert few[name] == many[name] or (math.isnan(few[name]) and math.isnan(many[name]))
+    assert few["loss"] == pytest.approx(many["loss"], rel=1e-13, nan_ok=True)
+
+
+def test_a_class_out_of_range_is_refused_among_few_samples():
+    with pytest.raises(ValueError, match=r"class numbers from 0 to 2, .* got 0 to 3"):
+        classification_metrics(torch.zeros(2, 3), torch.tensor([0, 3]))

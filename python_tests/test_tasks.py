@@ -100,8 +100,10 @@ def test_targets_say_the_task_where_they_leave_no_choice() -> None:
     assert task_of(_dataset(torch.tensor([0, 1, 2]))) == Classification()
     assert task_of(_dataset(torch.eye(3))) == MultiLabel()
     assert task_of(_dataset(torch.rand(3, 1))) == Regression()
-    with pytest.raises(ValueError, match=r"int64 \[3, 5\].*name it: pixels or next-token"):
-        task_of(_dataset(torch.zeros(3, 5, dtype=torch.int64)))
+    assert task_of(_dataset(torch.zeros(3, 5, dtype=torch.int64))) == NextToken()
+    assert task_of(_dataset(torch.zeros(3, 5, 5, dtype=torch.int64))) == Pixels()
+    with pytest.raises(ValueError, match=r"int64 \[3, 5, 5, 5\], for which there is no task here"):
+        task_of(_dataset(torch.zeros(3, 5, 5, 5, dtype=torch.int64)))
 
 
 def test_a_network_may_return_a_tensor_a_tuple_or_a_dictionary_with_logits() -> None:

@@ -37,7 +37,7 @@ Tensor linear_relu_forward(const Tensor& x, const Tensor& weight, const Tensor& 
   void* to = y.mutable_data_ptr();
   const LinearKernels& kernels = linear();
   torch::stable::parallel_for(0, shape.outputs, grain(shape.outputs, shape), [&](int64_t begin, int64_t end) {
-    kernels.forward(dtype, shape, begin, end, from, weights, biases, to);
+    kernels.forward(dtype, shape, /*relu=*/true, begin, end, from, weights, biases, to);
   });
   return y;
 }

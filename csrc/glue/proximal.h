@@ -9,15 +9,19 @@
 
 namespace pfl::glue {
 
+inline void check_step(const char* op, const ProximalStep& step) {
+  if (!(step.lr >= 0) || !(step.lam >= 0) || !(step.momentum >= 0) || !(step.weight_decay >= 0) ||
+      std::isinf(step.lr + step.lam + step.momentum + step.weight_decay)) {
+    fail(op, ": lr ", step.lr, ", lam ", step.lam, ", momentum ", step.momentum, ", weight_decay ", step.weight_decay,
+         "; finite numbers that are not negative are accepted");
+  }
+}
+
 struct ProximalProblem {
   ProximalProblem(const char* op, const GivenList& params, const GivenList& buffers, const GivenList& grads,
                   const GivenList& anchors, const ProximalStep& step, bool on_cpu)
       : how(step), has_anchors(step.lam != 0), has_buffers(step.mode != Momentum::kNone) {
-    if (!(step.lr >= 0) || !(step.lam >= 0) || !(step.momentum >= 0) || !(step.weight_decay >= 0) ||
-        std::isinf(step.lr + step.lam + step.momentum + step.weight_decay)) {
-      fail(op, ": lr ", step.lr, ", lam ", step.lam, ", momentum ", step.momentum, ", weight_decay ", step.weight_decay,
-           "; finite numbers that are not negative are accepted");
-    }
+    check_step(op, step);
     if (step.nesterov && (!has_buffers || step.dampening != 0)) {
       fail(op, ": nesterov needs momentum and no dampening; momentum is ", step.momentum, ", dampening ",
            step.dampening);

@@ -92,7 +92,7 @@ class CFL(Method):
     def _weights(self, server: Server, uploads: Uploads, cluster: int) -> list[float]:
         """n_k / n_c of the cluster's clients, 0 of all others."""
         inside = [
-            n * int(server["cluster"][k] == cluster) for k, n in zip(uploads.clients, uploads.samples, strict=True)
+            n * int(server["cluster"][k] == cluster) for k, n in zip(uploads.clients, uploads.weights(), strict=True)
         ]
         return [n / max(sum(inside), 1) for n in inside]
 

@@ -68,10 +68,11 @@ class IFCA(Method):
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """The mean of those that chose a model."""
-        chosen = [int(j) for j in uploads.each("cluster")]
+        chosen, counts = [int(j) for j in uploads.each("cluster")], uploads.weights(equally=True)
         models = server["models"].clone()
         for j in sorted(set(chosen)):
-            weights = [float(c == j) / chosen.count(j) for c in chosen]
+            inside = [n * int(c == j) for n, c in zip(counts, chosen, strict=True)]
+            weights = [n / sum(inside) for n in inside]
             models[j] = kept_buffers(server, models[j], uploads.sum("model", weights))
         server["models"] = models
 

@@ -35,7 +35,8 @@ class PersFL(Method):
               + \lambda T^2\, \mathrm{KL}(\sigma(O_k / T) \,\|\, \sigma(A / T))
 
     and :math:`A_k` is the one with the highest validation accuracy. PersFL-GD (equation 7) is ``soft="ce"``: it differs
-    by the teacher's entropy, which does not depend on A, so it trains the same model.
+    by the teacher's entropy, which does not depend on A, so it trains the same model. The two columns of Table 6 differ
+    nevertheless: they can if the KL was averaged over classes too (``soft_mean="elements"``).
 
     Readings. The grid follows from the arithmetic of Table 5. With :math:`\lambda = 0` there is no temperature: that
     point is run once, as T = 1, as the table prints it. Among equal validation accuracies the first point wins, and
@@ -55,6 +56,11 @@ class PersFL(Method):
         "optimal", "O_k is the client's best global model, or the last one (Table 4)", choices=("optimal", "last")
     )
     soft: str = option("kl", "soft term: KL divergence, or cross-entropy (PersFL-GD)", choices=("kl", "ce"))
+    soft_mean: str = option(
+        "samples",
+        "the soft term is a mean over samples, or over samples and classes, as torch's kl_div takes it by default",
+        choices=("samples", "elements"),
+    )
     temperatures: tuple[float, ...] = option((1.0, 5.0, 9.0, 13.0, 17.0, 21.0, 25.0), "grid of T")
     lambdas: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0), "grid of lambda")
     distill_epochs: int = option(5, "passes over a client's data for each point of the grid")
@@ -166,16 +172,29 @@ class PersFL(Method):
     def _one_by_one(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
         students = []
         for temperature, lam in self.points():
+            # (1 - lam) CE + (lam / C) soft is `total` times the loss of another lam.
+            of_soft = lam * self._share(teacher_logits)
+            total = 1 - lam + of_soft
 
-            def loss(logits: Tensor, batch: Batch, lam: float = lam, temperature: float = temperature) -> Tensor:
+            def loss(
+                logits: Tensor,
+                batch: Batch,
+                lam: float = of_soft / total,
+                total: float = total,
+                temperature: float = temperature,
+            ) -> Tensor:
                 teacher, soft = teacher_logits[batch.rows], cast(Soft, self.soft)
-                return _objective(client.task, logits, teacher, batch.targets, lam, temperature, soft)
+                return total * _objective(client.task, logits, teacher, batch.targets, lam, temperature, soft)
 
             client.model.load(client["teacher"])
             steps = Steps(client, self, lr=self.distill_lr or None)
             steps.train(loss, epochs=self.distill_epochs, batches="distillation")
             students.append(client.model.state())
         return students
+
+    def _share(self, logits: Tensor) -> float:
+        """What a mean over classes too leaves of the soft term."""
+        return 1 / logits.shape[-1] if self.soft_mean == "elements" else 1.0
 
     def _grid_at_once(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
         r"""The same with all points in one batch of models; the gradient in the logits is written out:
@@ -202,7 +221,7 @@ class PersFL(Method):
                 soft = torch.softmax(teacher_logits[batch.rows] / temperature, -1)
                 hard = nn.functional.one_hot(batch.targets, logits.shape[-1])
                 seed = (1 - lam) * (torch.softmax(logits, -1) - hard)
-                seed += lam * temperature * (torch.softmax(logits / temperature, -1) - soft)
+                seed += lam * self._share(logits) * temperature * (torch.softmax(logits / temperature, -1) - soft)
                 seed /= len(batch.rows)
             sgd.step(list(torch.autograd.grad(logits, students, seed)))
         found = []

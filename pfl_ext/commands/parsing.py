@@ -12,7 +12,6 @@ from typing import Any
 from pfl_ext.algorithms import METHODS
 from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
-from pfl_ext.engines import restarted
 from pfl_ext.nn import NETWORKS
 from pfl_ext.options import Option, OptionError, nearest, title
 from pfl_ext.reports import COLUMNS, METRIC, STATISTIC, Look
@@ -80,7 +79,7 @@ class Basis:
         return Basis(configuration, name, known.trust_code)
 
 
-_CODE = ("data", "task", "network")
+_CODE = ("data", "task", "network", "optimizer")
 
 
 def _without(sections: Mapping[str, Mapping[str, Any]], known: Any) -> dict[str, dict[str, Any]]:
@@ -88,7 +87,7 @@ def _without(sections: Mapping[str, Mapping[str, Any]], known: Any) -> dict[str,
     return {
         section: {key: value for key, value in table.items() if key != "name" or getattr(known, section, None) is None}
         for section, table in sections.items()
-        if section in _CODE
+        if section in (*_CODE, "method")
     }
 
 
@@ -213,12 +212,10 @@ def output_of(words: Words, default: str) -> Output:
     rest = words.rest
     if rest["resume"] and rest["overwrite"]:
         raise UsageError("--resume goes on with a run and --overwrite removes it: give one of them")
-    folder = rest["output"] or Path("results") / default
-    again = restarted() and folder.exists()  # torchrun has: what was begun goes on, also what overwrote another run
     return Output(
-        folder=folder,
-        resume=rest["resume"] or again,
-        overwrite=rest["overwrite"] and not again,
+        folder=rest["output"] or Path("results") / default,
+        resume=rest["resume"],
+        overwrite=rest["overwrite"],
         quiet=rest["quiet"],
         tensorboard=rest["tensorboard"],
         plots=not rest["no_plots"],

@@ -90,9 +90,9 @@ def _run(request: Request, output: Output, look: Look) -> int:
             rows.append({**_short(own), **row})
             tail_rows.append({**_short(own), **of_tails})
         curves.append((point.values, runs))
-        write_tables(rows, output.folder, "sweep", _columns(rows, look))
-        write_tables(tail_rows, output.folder, "tails")
-    print(table(rows, _columns(rows, look), style=look.style))
+        write_tables(rows, output.folder, "sweep", look, _columns(rows, look))
+        write_tables(tail_rows, output.folder, "tails", look)
+    print(table(rows, _columns(rows, look), look.style, look.digits))
     experiments = [made for _, some in request.points for _, made in some]
     if output.plots:
         _draw(curves, output.folder, look.metric or "", any(made.settings.new_clients for made in experiments))

@@ -1,7 +1,7 @@
 """Whose code a command may run: that of files which the command line names itself, or all with ``--trust-code``.
 
-One rule for methods, networks, tasks and data, ``path/to/file.py:Name`` each: importing a file runs it, so that a
-configuration file, or the folder of a run, may name one only where the user says that it may.
+One rule for methods, networks, tasks, data and optimisers, ``path/to/file.py:Name`` each: importing a file runs it, so
+that a configuration file, or the folder of a run, may name one only where the user says that it may.
 """
 
 from __future__ import annotations
@@ -49,14 +49,21 @@ def load_code(section: str, name: str, *, trusted: bool) -> None:
 
 def load_named(sections: Mapping[str, Mapping[str, Any]], *, trusted: bool) -> None:
     """The same for everything that the tables of a file name, but for methods: not all of these run."""
+    for optimizer in _values("optimizer", sections.get("method", {})):
+        load_code("optimizer", optimizer, trusted=trusted)
     for section in ("data", "task", "network"):
         for name in _names(section, sections.get(section, {})):
             load_code(section, name, trusted=trusted)
 
 
+def _values(key: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """What a key is in a table and in the tables of single methods in it, where that is text."""
+    tables = (table, *(own for own in table.values() if isinstance(own, Mapping)))
+    yield from (own[key] for own in tables if isinstance(own.get(key), str))
+
+
 def _names(section: str, table: Mapping[str, Any]) -> Iterator[str]:
     """What a table names, the tables of single methods in it too."""
-    keys = ("name", "auxiliary") if section == "data" else ("name",)
-    yield from (table[key] for key in keys if isinstance(table.get(key), str))
-    if section == "network":
-        yield from (own["name"] for own in table.values() if isinstance(own, Mapping) and "name" in own)
+    yield from _values("name", table if section == "network" else {"name": table.get("name")})
+    if section == "data":
+        yield from _values("auxiliary", {"auxiliary": table.get("auxiliary")})

@@ -109,6 +109,7 @@ class Shares:
             ``[clients, categories]``; given what is left after ``per_category`` and ``server``.
         server: fraction of all samples held out for the server.
         per_category: samples of every category that each client gets before anything else.
+        test_per_category: the same of the official test part, where local tests are cut from it.
         chosen: options whose default depends on the data, as they were chosen.
     """
 
@@ -118,6 +119,7 @@ class Shares:
     draw: Callable[[Tensor], Tensor]
     server: float = 0.0
     per_category: int = 0
+    test_per_category: int = 0
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -178,7 +180,8 @@ def allocate(
         global_test = torch.cat(tests).sort().values
     else:
         global_test = is_test.nonzero().flatten()
-        tests = tuple(_deal(_test_counts(counts, category[global_test], generator), category, global_test, generator))
+        of_tests = _test_counts(counts, category[global_test], shares.test_per_category, generator)
+        tests = tuple(_deal(of_tests, category, global_test, generator))
     return Partition(
         train,
         validation_sets,
@@ -241,17 +244,22 @@ def _deal(counts: Tensor, category: Tensor, pool: Tensor, generator: torch.Gener
     return [piece.clone() for piece in ordered.values[rank.indices].split(pieces)[1:]]
 
 
-def _test_counts(counts: Tensor, test_category: Tensor, generator: torch.Generator) -> Tensor:
-    """The test part of each category in the proportions in which the clients share its training samples.
+def _test_counts(counts: Tensor, test_category: Tensor, least: int, generator: torch.Generator) -> Tensor:
+    """``least`` of each category for every client, the rest as the clients share its training samples.
 
-    A category that no client has is in nobody's local test.
+    A category that no client has is in nobody's local test but for that.
     """
-    available = torch.bincount(test_category, minlength=counts.shape[1])
+    available = torch.bincount(test_category, minlength=counts.shape[1]) - least * len(counts)
+    if bool((available < 0).any()):
+        raise ValueError(
+            f"{least} test samples of each class for each of {len(counts)} clients are {least * len(counts)}; class "
+            f"{int(available.argmin())} has {int(available.min()) + least * len(counts)}: use a lower test_per_class"
+        )
     columns = [
         apportion(column, int(total), generator) if int(column.sum()) else torch.zeros_like(column)
         for column, total in zip(counts.T, available, strict=True)
     ]
-    return torch.stack(columns, dim=1)
+    return torch.stack(columns, dim=1) + least
 
 
 def _cut(

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .dataset import Dataset, channel_statistics, class_names
+from .dataset import Dataset
+from .statistics import channel_statistics
+from .targets import class_names
 
 __all__ = ["read_npz"]
 

@@ -23,7 +23,7 @@ MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 VALUES = {"": 0, "0": 0, "0.0": 0, "1": 1, "1.0": 1, "-1": 1, "-1.0": 1}
 
 
-def read_chexpert(folder: Path, size: int | None = None) -> Dataset:
+def read_chexpert(folder: Path, size: int | None = None, cache: Path | None = None) -> Dataset:
     """The images of ``train.csv`` with their five labels, several of which a sample may have; there is no test part.
 
     So are PerAda's data, whose tests are parts of what clients hold; the 234 images of ``valid.csv`` are not used.
@@ -32,6 +32,7 @@ def read_chexpert(folder: Path, size: int | None = None) -> Dataset:
         folder: with ``train.csv`` and the images. A path in the table begins with the folder's official name, which is
             left away: the folder may be called otherwise.
         size: scale the shorter side to so many pixels, 64 if None, and cut the middle square.
+        cache: a folder for images that are too large for memory; None: they must fit.
     """
     size = size or SIZE
     table = folder / "train.csv"
@@ -53,7 +54,7 @@ def read_chexpert(folder: Path, size: int | None = None) -> Dataset:
         raise ValueError(f"{table} has no row")
     return Dataset(
         name="chexpert" if size == SIZE else f"chexpert@{size}",
-        inputs=read_images(paths, size),
+        inputs=read_images(paths, size, cache, "chexpert"),
         targets=torch.tensor(targets, dtype=torch.uint8),
         classes=LABELS,
         is_test=torch.zeros(len(paths), dtype=torch.bool),

@@ -5,77 +5,34 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .cache import cached
 from .description import describe
 from .nests import Inputs, filled, joined, leaves, mapped, named, shapes
 from .placement import placed
-from .stacking import as_inputs, stacked
+from .stacking import as_inputs, pair, scaled, stacked
+from .statistics import Statistics, as_statistics, by_name, statistics_of
+from .stored import StoredTensor
+from .targets import IGNORED, as_targets, class_names
 
-__all__ = ["CLASSES", "IGNORED", "Dataset", "channel_statistics", "class_names"]
-
-CLASSES = 100_000
-"""How many classes there may be: a target beyond is no class number but something else, or damaged."""
-
-IGNORED = -100
-"""The target of a pixel or a token that counts nowhere; torch's losses have the same number."""
+__all__ = ["Dataset"]
 
 _NUMBERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}  # what is no quantity: tokens, masks
 
-Statistics: TypeAlias = Tensor | Mapping[str, Tensor]
-"""A number for each channel; of a nest by the names of those of its tensors that have any (see :mod:`.nests`)."""
 
-
-def channel_statistics(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel, ``inputs[:, c]``, in units of ``inputs``.
-
-    A constant channel has the standard deviation 1, so that dividing by it is harmless. For the training images of
-    MNIST and CIFAR these are the constants in common use, times 255.
-    """
-    channels = inputs.transpose(0, 1).flatten(1)
-    if inputs.dtype == torch.uint8:
-        # Through a histogram: exact, and without a floating-point copy of all images.
-        values = torch.arange(256, dtype=torch.float64)
-        histogram = torch.stack([torch.bincount(channel, minlength=256) for channel in channels]).double().cpu()
-        mean = histogram @ values / channels.shape[1]
-        variance = (histogram * (values - mean[:, None]) ** 2).sum(1) / channels.shape[1]
-    else:
-        variance, mean = torch.var_mean(channels.double(), dim=1, correction=0)
-    std = variance.sqrt()
-    return mean.float(), torch.where(std > 0, std, 1.0).float()
-
-
-def class_names(targets: Tensor) -> tuple[str, ...]:
-    """ "0", "1", ... up to the largest class number, or one for each label of multi-label targets; none for numbers.
-
-    Raises:
-        ValueError: the targets may be either labels or numbers, or are no class numbers.
-    """
-    if targets.dtype == torch.int64:
-        count = int(targets.max()) + 1
-    else:
-        labels = targets.ndim > 1 and bool(((targets == 0) | (targets == 1)).all())
-        if labels and targets.shape[1] == 1:
-            raise ValueError(
-                f"targets are {targets.dtype} {tuple(targets.shape)}, all 0 or 1: a label or a number to predict? Say "
-                "classes=('its name',) for a label, classes=() for a number"
-            )
-        count = targets.shape[1] if labels else 0
-    if count > CLASSES:
-        raise ValueError(f"the largest target is {count - 1}; class numbers below {CLASSES:,} are accepted")
-    return tuple(map(str, range(count)))
-
-
-def _digest(digest: Any, label: str, tensor: Tensor | None) -> None:
+def _digest(digest: Any, label: str, tensor: Tensor | StoredTensor | None) -> None:
     """Feed a tensor's dtype, shape and bytes to a hash."""
     if tensor is None:
         digest.update(f"{label}:none;".encode())
         return
     digest.update(f"{label}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    for part in tensor.parts() if isinstance(tensor, StoredTensor) else (tensor,):
+        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,12 +110,13 @@ class Dataset:
                     f"{label} have {len(leaf)} entries on {leaf.device}, inputs {every[0][0]} {len(every[0][1])} on "
                     f"{every[0][1].device}; all have one for each sample, on one device"
                 )
-            _check_finite(self.name, label, leaf)
+            if isinstance(leaf, Tensor):  # what is in a cache was checked when that was made
+                _check_finite(self.name, label, leaf)
         return len(every[0][1])
 
     def _normalisation(self) -> dict[str, tuple[Tensor, Tensor]]:
         every = dict(named(self.inputs))
-        mean, std = (_by_name(given) for given in (self.mean, self.std))
+        mean, std = (by_name(given) for given in (self.mean, self.std))
         if mean.keys() != std.keys() or not mean.keys() <= every.keys():
             given = [", ".join(map(repr, some)) or "nothing" for some in (mean, std, every)]
             raise ValueError(
@@ -293,7 +251,7 @@ class Dataset:
             given, accepted = (", ".join(map(str, some)) for some in kinds)
             raise ValueError(f"samples of {self.name!r} are {given}, those of {like.name!r} {accepted}")
         if isinstance(inputs, Tensor) and inputs.shape[1:] != shape:
-            inputs = _images_of(inputs, shape)
+            inputs = scaled(inputs, shape)
         return replace(self, inputs=inputs, mean=like.mean, std=like.std).to(like.device, like.dtype)
 
     def unlabelled(self, like: Dataset) -> Dataset:
@@ -331,8 +289,8 @@ class Dataset:
 
     @property
     def nbytes(self) -> int:
-        """What inputs and targets take, in memory or on disk."""
-        return int(self.targets.nbytes + sum(leaf.nbytes for leaf in leaves(self.inputs)))
+        """What inputs and targets take in memory: nothing of inputs that are in files."""
+        return int(self.targets.nbytes + sum(leaf.nbytes for leaf in leaves(self.inputs) if isinstance(leaf, Tensor)))
 
     @property
     def images(self) -> bool:
@@ -396,7 +354,7 @@ class Dataset:
         if len(y) == 0:
             raise ValueError("there is no training sample")
         if mean is None and std is None:
-            mean, std = _statistics(x)
+            mean, std = statistics_of(x)
         if test_x is not None and test_y is not None:
             other_x, other_y = as_inputs(test_x), torch.as_tensor(test_y)
             kinds = [[(name, leaf.dtype, tuple(leaf.shape[1:])) for name, leaf in named(part)] for part in (x, other_x)]
@@ -408,24 +366,29 @@ class Dataset:
                 )
             is_test = torch.cat([is_test, is_test.new_ones(len(other_y))])
             x, y = joined(torch.cat, [x, other_x]), torch.cat([y, other_y])
-        if not y.is_floating_point() and (y.ndim == 1 or y.dtype not in (torch.uint8, torch.bool)):
-            y = y.to(torch.int64)
-        if classes is None:
-            classes = class_names(y)
+        y = as_targets(y)
         return Dataset(
             name=name,
             inputs=x,
             targets=y,
-            classes=tuple(classes),
+            classes=tuple(class_names(y) if classes is None else classes),
             is_test=is_test,
             domain=None if domain is None else torch.as_tensor(domain).to(y.device, torch.int64),
             domains=tuple(domains),
-            mean=_as_statistics(mean),
-            std=_as_statistics(std),
+            mean=as_statistics(mean),
+            std=as_statistics(std),
         )
 
     @staticmethod
-    def from_torch(train: Any, test: Any = None, *, name: str | None = None, **options: Any) -> Dataset:
+    def from_torch(
+        train: Any,
+        test: Any = None,
+        *,
+        name: str | None = None,
+        cache: Path | str | None = None,
+        threads: int | None = None,
+        **options: Any,
+    ) -> Dataset:
         """A dataset of ``torch.utils.data.Dataset``s (anything with ``len`` and items ``(sample, target)``).
 
         Every item is read once, here; a random transform is therefore applied once, and does not belong there: see
@@ -435,37 +398,55 @@ class Dataset:
         Args:
             train, test: the two parts.
             name: by default the class of ``train``.
+            cache: a folder for the samples, which then stay in files and are read as they are needed: for data larger
+                than memory. They are decoded once; a dataset of the same name, length and first items finds them there
+                again. Where anything else changes, name another folder.
+            threads: that read items for the cache, as many as there are processors by default.
             options: as in :meth:`from_tensors`; ``classes`` by default those that ``train`` names.
         """
-        train_x, train_y = stacked(train)
-        test_x, test_y = (None, None) if test is None else stacked(test)
+        name = name or type(train).__name__
         if "classes" not in options and isinstance(getattr(train, "classes", None), (list, tuple)):
             options["classes"] = [str(label) for label in train.classes]
-        return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name or type(train).__name__, **options)
+        if cache is not None:
+            return _from_cache(train, test, name, Path(cache), threads, options)
+        train_x, train_y = stacked(train)
+        test_x, test_y = (None, None) if test is None else stacked(test)
+        return Dataset.from_tensors(train_x, train_y, test_x, test_y, name=name, **options)
 
 
-def _by_name(given: Statistics | None) -> dict[str, Tensor]:
-    if given is None:
-        return {}
-    return dict(given) if isinstance(given, Mapping) else {"": given}
+def _from_cache(
+    train: Any, test: Any, name: str, folder: Path, threads: int | None, options: dict[str, Any]
+) -> Dataset:
+    """As :meth:`Dataset.from_torch`, the samples of both parts in one cache, training samples first."""
+    if not len(train):
+        raise ValueError("the torch dataset is empty")
+    count = len(train) + (0 if test is None else len(test))
 
+    def read(i: int) -> tuple[Inputs, Tensor]:
+        return pair(train[i], i) if i < len(train) else pair(test[i - len(train)], i)
 
-def _as_statistics(given: Any) -> Statistics | None:
-    if isinstance(given, Mapping):
-        return {name: torch.as_tensor(numbers, dtype=torch.float32) for name, numbers in given.items()}
-    return None if given is None else torch.as_tensor(given, dtype=torch.float32)
-
-
-def _statistics(inputs: Inputs) -> tuple[Statistics | None, Statistics | None]:
-    """Mean and standard deviation of what is uint8."""
-    found = {
-        name: channel_statistics(leaf) for name, leaf in named(inputs) if leaf.dtype == torch.uint8 and leaf.ndim > 1
-    }
-    if not found:
-        return None, None
-    if isinstance(inputs, Tensor):
-        return found[""]
-    return tuple({name: both[i] for name, both in found.items()} for i in range(2))  # type: ignore[return-value]
+    digest = hashlib.sha256()
+    for i in {0, len(train) // 2, len(train) - 1, count - 1}:
+        for leaf in leaves(read(i)[0]):
+            _digest(digest, str(i), leaf)
+    key = [name, type(train).__qualname__, len(train), count, digest.hexdigest()]
+    inputs, targets = cached(folder, key, count, read, name=name, threads=threads)
+    assert targets is not None
+    is_test = torch.arange(count) >= len(train)
+    if options.get("mean") is None and options.get("std") is None:
+        options["mean"], options["std"] = statistics_of(mapped(lambda leaf: leaf[~is_test], inputs))
+    y = as_targets(targets)
+    return Dataset(
+        name=name,
+        inputs=inputs,
+        targets=y,
+        classes=tuple(class_names(y) if options.get("classes") is None else options["classes"]),
+        is_test=is_test,
+        domain=None if options.get("domain") is None else torch.as_tensor(options["domain"]).to(torch.int64),
+        domains=tuple(options.get("domains", ())),
+        mean=as_statistics(options["mean"]),
+        std=as_statistics(options["std"]),
+    )
 
 
 def _check_finite(name: str, label: str, tensor: Tensor) -> None:
@@ -488,17 +469,3 @@ def _check_numbers(label: str, numbers: Tensor, count: int, what: str) -> None:
         raise ValueError(f"{label} is {numbers.dtype} {tuple(numbers.shape)}; int64 [samples] is accepted")
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
         raise ValueError(f"{label} ranges from {int(numbers.min())} to {int(numbers.max())} for {count} {what}")
-
-
-def _images_of(inputs: Tensor, shape: Sequence[int]) -> Tensor:
-    """Images [n, channels, height, width] of another shape, in their own type."""
-    parts = []
-    for part in inputs.split(4096):  # a floating-point copy of all images would be large
-        x = part.float()
-        if x.shape[1] != shape[0]:
-            x = x.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
-        if x.shape[2:] != tuple(shape[1:]):
-            size = (shape[1], shape[2])
-            x = torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
-        parts.append(x.round().clamp(0, 255).to(torch.uint8) if inputs.dtype == torch.uint8 else x.to(inputs.dtype))
-    return torch.cat(parts)

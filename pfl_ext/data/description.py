@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .nests import named
+from .nests import leaves, named
 
 __all__ = ["describe"]
 
@@ -20,7 +20,7 @@ def describe(dataset: Any) -> str:
     inputs = [f"{name} {_kind(leaf)}".strip() for name, leaf in named(dataset.inputs)]
     lines = [
         f"{dataset.name}: {len(dataset):,} samples, {parts}",
-        f"inputs: {_some(inputs, '; ')}, {dataset.nbytes / 1e6:,.1f} MB on {dataset.device}",
+        f"inputs: {_some(inputs, '; ')}, {_where(dataset)}",
         f"normalised: {_normalised(dataset)}",
         f"targets: {_targets(dataset)}",
         "domains: none",
@@ -29,6 +29,13 @@ def describe(dataset: Any) -> str:
         counts = torch.bincount(dataset.domain, minlength=len(dataset.domains))
         lines[-1] = f"domains: {len(dataset.domains)}: {_listed(dataset.domains)}; {_range(counts)} samples of each"
     return "\n".join(lines)
+
+
+def _where(dataset: Any) -> str:
+    stored = [leaf for leaf in leaves(dataset.inputs) if not isinstance(leaf, Tensor)]
+    if not stored:
+        return f"{sum(leaf.nbytes for leaf in leaves(dataset.inputs)) / 1e6:,.1f} MB on {dataset.device}"
+    return f"{sum(leaf.nbytes for leaf in stored) / 1e6:,.1f} MB in {stored[0].path.parent}"
 
 
 def _kind(leaf: Any) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from .dataset import Dataset, channel_statistics
+from .dataset import Dataset
 from .images import read_images
+from .statistics import channel_statistics
 
 __all__ = ["read_folder"]
 
@@ -26,7 +27,7 @@ class _Image:
     domain: str = ""
 
 
-def read_folder(path: Path, size: int | None = None) -> Dataset:
+def read_folder(path: Path, size: int | None = None, cache: Path | None = None) -> Dataset:
     """A dataset of the images in a folder, as uint8 RGB.
 
     The layout is recognised:
@@ -40,6 +41,7 @@ def read_folder(path: Path, size: int | None = None) -> Dataset:
     Args:
         path: the folder.
         size: scale the shorter side to so many pixels and cut the middle square; needed where the sizes differ.
+        cache: a folder for images that are too large for memory; None: they must fit.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {path}")
@@ -51,11 +53,11 @@ def read_folder(path: Path, size: int | None = None) -> Dataset:
         )
     classes = tuple(sorted({image.label for image in images}))
     domains = tuple(sorted({image.domain for image in images} - {""}))
-    inputs = read_images([image.path for image in images], size)
+    inputs = read_images([image.path for image in images], size, cache, path.resolve().name)
     is_test = torch.tensor([image.is_test for image in images])
     if bool(is_test.all()):
         raise ValueError(f"{path} has a test part and no training part")
-    mean, std = channel_statistics(inputs[~is_test])
+    mean, std = channel_statistics(inputs[(~is_test).nonzero().flatten()])
     names = _tiny_names(path)
     return Dataset(
         name=path.resolve().name + (f"@{size}" if size else ""),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .cache import cached, too_large
+from .stored import StoredTensor
 
 __all__ = ["read_images"]
 
@@ -15,12 +21,16 @@ PIXELS = 89_478_485
 """Of the largest image that is decoded: Pillow warns beyond, 256 MB in three channels."""
 
 
-def read_images(paths: list[Path], size: int | None = None) -> Tensor:
+def read_images(
+    paths: list[Path], size: int | None = None, cache: Path | None = None, name: str = "images"
+) -> Tensor | StoredTensor:
     """Image files as one uint8 tensor ``[n, 3, height, width]``, grey ones with three equal channels.
 
     Args:
         paths: the files, one at least.
         size: scale the shorter side to so many pixels and cut the middle square; needed where the sizes differ.
+        cache: a folder in which images stay that take more than a quarter of the memory; None: all are read.
+        name: of the cache.
     """
     try:
         from PIL import Image, ImageOps
@@ -40,6 +50,23 @@ def read_images(paths: list[Path], size: int | None = None) -> Tensor:
         return np.asarray(image).transpose(2, 0, 1)
 
     first = decode(paths[0])
+
+    def checked(i: int) -> np.ndarray:
+        image = decode(paths[i])
+        if image.shape != first.shape:
+            sizes = [f"{shape[2]}x{shape[1]}" for shape in (image.shape, first.shape)]
+            raise ValueError(
+                f"{paths[i]} has {sizes[0]} pixels, {paths[0]} {sizes[1]}; name a common size, as in folder:PATH@64"
+            )
+        return image
+
+    if cache is not None and too_large(len(paths) * first.nbytes):
+        states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        digest = hashlib.sha256(json.dumps(states).encode()).hexdigest()
+        found, _ = cached(
+            cache, [size, digest], len(paths), lambda i: (torch.from_numpy(checked(i).copy()), None), name=name
+        )
+        return cast(StoredTensor, found)
     try:
         inputs = np.empty((len(paths), *first.shape), dtype=np.uint8)
     except MemoryError:
@@ -49,13 +76,7 @@ def read_images(paths: list[Path], size: int | None = None) -> Tensor:
         ) from None
 
     def fill(i: int) -> None:
-        image = decode(paths[i])
-        if image.shape != first.shape:
-            sizes = [f"{shape[2]}x{shape[1]}" for shape in (image.shape, first.shape)]
-            raise ValueError(
-                f"{paths[i]} has {sizes[0]} pixels, {paths[0]} {sizes[1]}; name a common size, as in folder:PATH@64"
-            )
-        inputs[i] = image
+        inputs[i] = checked(i)
 
     with ThreadPoolExecutor() as threads:  # decoding releases the interpreter lock
         for _ in threads.map(fill, range(len(paths))):

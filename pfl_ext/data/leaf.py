@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dataset import Dataset, class_names
+from .dataset import Dataset
+from .targets import class_names
 
 __all__ = ["read_leaf"]
 
@@ -20,7 +21,7 @@ def read_leaf(folder: Path) -> Dataset:
     """All samples of all users; the domain of a sample is its user, so that ``by_domain`` gives each user a client.
 
     * Lists of numbers are floating inputs; a square number of them, from 64 on, is a grey image (FEMNIST: 28 x 28).
-    * Texts of one length with one character each to predict (Shakespeare) are uint8 numbers of characters. The classes
+    * Texts of one length with one character each to predict (Shakespeare) are numbers of characters. The classes
       are all the characters that occur, in the order of their codes, and number the inputs too.
 
     Args:
@@ -65,7 +66,7 @@ def _encoded(x: np.ndarray, y: np.ndarray) -> tuple[Tensor, Tensor, tuple[str, .
         number = np.zeros(256, np.uint8)
         number[known] = np.arange(len(known))
         targets = torch.from_numpy(number[y].astype(np.int64))
-        return torch.from_numpy(number[x]), targets, tuple(chr(code) for code in known)
+        return torch.from_numpy(number[x].astype(np.int16)), targets, tuple(chr(code) for code in known)
     side = math.isqrt(x.shape[1])
     if side >= 8 and side * side == x.shape[1]:
         x = x.reshape(-1, 1, side, side)

@@ -22,6 +22,7 @@ What is written here of a partitioner is its own: a function from dataset, clien
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -112,16 +113,23 @@ def dirichlet(
     balance: Balance = False,
     minimum: Minimum = 10,
     per_class: PerClass = 0,
+    test_per_class: Annotated[
+        int, "the same of every local test, where they are cut from the test part (PerAda: 2)"
+    ] = 0,
     server: Server = 0.0,
 ) -> Shares:
     r"""Client m gets :math:`d_{cm} n_c` samples of class c, :math:`d_c \sim \mathrm{Dir}_M(\alpha)` for each class.
 
     As in spectral co-distillation; all samples are used. PerAda's CIFAR-10 is ``alpha=0.1, balance=True, per_class=2,
-    server=0.1``: first ``per_class`` of every class for every client, then the server's share, then class by class
-    Dirichlet weights, with weight zero for clients that already hold :math:`n / M`.
+    server=0.1``, in its official code with ``test_per_class=2``: first ``per_class`` of every class for every client,
+    then the server's share, then class by class Dirichlet weights, with weight zero for clients that already hold
+    :math:`n / M`.
     """
     categories = _classes_of(dataset, "dirichlet"), len(dataset.classes)
-    return _dirichlet(clients, *categories, generator, alpha, minimum, balance, per_class, server)
+    if test_per_class < 0:
+        raise ValueError(f"test_per_class is {test_per_class}; 0 or more is accepted")
+    shares = _dirichlet(clients, *categories, generator, alpha, minimum, balance, per_class, server)
+    return dataclasses.replace(shares, test_per_category=test_per_class)
 
 
 @_partitioner()

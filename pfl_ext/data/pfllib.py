@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .dataset import CLASSES, Dataset
+from .dataset import Dataset
 from .pickled import PickledArray, read_pickle
+from .targets import CLASSES
 
 __all__ = ["read_pfllib"]
 

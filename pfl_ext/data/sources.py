@@ -22,6 +22,7 @@ from .leaf import read_leaf
 from .mnist import FILES, read_mnist
 from .pfllib import read_pfllib
 from .shifts import CIFAR10_1, LABELS, read_cifar10_1, read_cifar10_c
+from .text import read_speeches, read_text
 
 __all__ = ["SOURCES", "TEST_SOURCES", "load", "load_test"]
 
@@ -37,6 +38,9 @@ SOURCES = {
     "scales them to 64 x 64",
     "leaf:PATH": "LEAF's JSON files (FEMNIST, Shakespeare) in PATH/train and PATH/test; --partition by_domain: by user",
     "pfllib:PATH": "a folder that PFLlib made, with config.json, train and test; --partition by_domain: its clients",
+    "speeches": "what twelve presidents wrote to Congress before 1900, in windows of 64 characters, or as many as "
+    "speeches@128 says; part of this package, no download; --partition by_domain: by speaker",
+    "text:PATH": "texts in PATH/<speaker>.txt as windows of 64 characters; text:PATH@128 for longer ones",
     "npz:PATH": "a NumPy archive with x_<domain> and y_<domain>, or x_train, y_train, x_test, y_test",
 }
 
@@ -65,9 +69,13 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
         return READERS[kind](_place(argument, root))
     kind, path, size = _parsed(name)
     if kind == "folder" and path:
-        return read_folder(_place(path, root), size)
+        return read_folder(_place(path, root), size, _cache(root))
     if kind == "chexpert":
-        return read_chexpert(_place(path, root) if path else _chexpert_folder(_root(root)), size)
+        return read_chexpert(_place(path, root) if path else _chexpert_folder(_root(root)), size, _cache(root))
+    if kind == "text" and path:
+        return read_text(_place(path, root), size)
+    if kind == "speeches" and not path:
+        return read_speeches(size)
     if name == "digits":
         return _digits()
     root = _root(root)
@@ -115,6 +123,12 @@ def _test_folder(kind: str, given: str | None, root: Path | str | None, folders:
 
 def _root(root: Path | str | None) -> Path:
     return Path(root if root is not None else os.environ.get("PFL_EXT_DATA", "data")).expanduser()
+
+
+def _cache(root: Path | str | None) -> Path:
+    """Where images are kept that do not fit into memory."""
+    given = os.environ.get("PFL_EXT_CACHE")
+    return Path(given).expanduser() if given else _root(root) / "pfl_ext-cache"
 
 
 def _place(path: str, root: Path | str | None) -> Path:

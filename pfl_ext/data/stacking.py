@@ -1,8 +1,8 @@
-"""Samples of the user's as tensors with a row for each."""
+"""Samples as tensors with a row for each: the user's, and images in another shape."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .nests import Inputs, joined, mapped, named
 
-__all__ = ["as_inputs", "as_sample", "stacked"]
+__all__ = ["as_inputs", "as_sample", "check_alike", "pair", "scaled", "stacked"]
 
 
 def as_inputs(given: Any) -> Inputs:
@@ -73,3 +73,17 @@ def check_alike(i: int, sample: Inputs, first: Inputs) -> None:
     if forms[0] != forms[1]:
         said = [", ".join(f"{name} {dtype} {shape}".strip() for name, dtype, shape in form) for form in forms]
         raise ValueError(f"sample {i} is {said[0]}, sample 0 {said[1]}; samples of one shape and dtype are accepted")
+
+
+def scaled(inputs: Tensor, shape: Sequence[int]) -> Tensor:
+    """Images [n, channels, height, width] of another shape, in their own type."""
+    parts = []
+    for part in inputs.split(4096):  # a floating-point copy of all images would be large
+        x = part.float()
+        if x.shape[1] != shape[0]:
+            x = x.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
+        if x.shape[2:] != tuple(shape[1:]):
+            size = (shape[1], shape[2])
+            x = torch.nn.functional.interpolate(x, size, mode="bilinear", antialias=True, align_corners=False)
+        parts.append(x.round().clamp(0, 255).to(torch.uint8) if inputs.dtype == torch.uint8 else x.to(inputs.dtype))
+    return torch.cat(parts)

@@ -1,20 +1,24 @@
-"""Where clients' turns run: in this process, side by side in worker processes, or on the ranks of torchrun."""
+"""Where clients' turns run: in this process, side by side in worker processes, on streams of a GPU, or on ranks."""
 
 from pfl_ext.federation import InProcess
 
 from .choice import EngineOptions, make_engine
 from .ranks import LostRank, restarted
-from .torchrun import Torchrun, lead
+from .streams import Streams
+from .torchrun import Torchrun, begun_before_restart, lead, note_begun
 from .workers import Workers, leave_if_imported_by_a_worker
 
 __all__ = [
     "EngineOptions",
     "InProcess",
     "LostRank",
+    "Streams",
     "Torchrun",
     "Workers",
+    "begun_before_restart",
     "lead",
     "leave_if_imported_by_a_worker",
     "make_engine",
+    "note_begun",
     "restarted",
 ]

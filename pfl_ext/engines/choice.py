@@ -9,6 +9,7 @@ from pfl_ext.federation import Engine, InProcess
 from pfl_ext.options import Options, option
 
 from .ranks import under_torchrun
+from .streams import Streams
 from .torchrun import Reduction, Torchrun
 from .workers import Workers
 
@@ -29,6 +30,9 @@ class EngineOptions(Options):
     workers: int = option(
         1, "processes that train clients side by side; the results are the same to the bit", identity=False
     )
+    streams: int = option(
+        1, "on a GPU: clients that train side by side, each on a stream of its own; the same results", identity=False
+    )
     reduction: str = option(
         "exact",
         "how ranks average; fast: by an all-reduce, whose last bits depend on the number of ranks",
@@ -40,6 +44,12 @@ class EngineOptions(Options):
         """Refuse what cannot work."""
         super().__post_init__()
         self.check("workers", 1 <= self.workers <= 1024, "from 1 to 1024")
+        self.check("streams", 1 <= self.streams <= 64, "from 1 to 64")
+        self.check(
+            "streams",
+            self.streams == 1 or (self.engine in ("auto", "process") and self.workers == 1),
+            f"of 1 with engine={self.engine} and workers={self.workers}",
+        )
         self.check(
             "workers", self.workers == 1 or self.engine in ("auto", "workers"), f"of 1 with engine={self.engine}"
         )
@@ -51,7 +61,11 @@ def make_engine(options: EngineOptions) -> Engine:
     if chosen == "auto":
         chosen = "torchrun" if under_torchrun() else "workers" if options.workers > 1 else "process"
     if chosen == "torchrun":
+        if options.streams > 1:
+            raise ValueError(f"streams is {options.streams} under torchrun, whose ranks train clients; accepted is 1")
         if options.workers > 1:
             raise ValueError(f"workers is {options.workers} under torchrun, whose ranks train clients; accepted is 1")
         return Torchrun(cast("Reduction", options.reduction))
+    if options.streams > 1:
+        return Streams(options.streams)
     return Workers(options.workers) if chosen == "workers" else InProcess()

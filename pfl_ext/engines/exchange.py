@@ -17,20 +17,12 @@ from pfl_ext.federation import Here
 from pfl_ext.federation.mapped import RemoteTensor, opened
 from pfl_ext.federation.messages import Vector
 
-from .ranks import Ranks, as_bytes
+from .ranks import LostRank, Ranks, as_bytes
 
 __all__ = ["Exchange"]
 
-_TYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_TYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _NOTHING = (-1, 0, 0)
 
 
@@ -79,7 +71,8 @@ class Exchange:
             self._under_way.join()
             self._under_way = None
             if self._error is not None:
-                raise self._error
+                me = self._ranks.rank
+                raise LostRank(f"rank {me} cannot go on, nor can the others without it: {self._error}") from self._error
 
     def _run(self) -> None:
         try:
@@ -89,8 +82,16 @@ class Exchange:
 
     def _exchange(self) -> None:
         """Until nobody has more."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self._device.type != "cuda":
+            self._steps()
+            return
+        # On the stream of the training, kernels of the next steps would wait for what is on its way.
+        side = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(side):
+            self._steps()
+        side.synchronize()
+
+    def _steps(self) -> None:
         more = True
         while True:
             item = self._waiting.get() if more else None
@@ -115,6 +116,8 @@ class Exchange:
                 # A copy: all that came together would stay for as long as one of the slices, and it may begin at an
                 # address that its type does not have.
                 part = parts[rank].clone().view(types[rank])
+                if part.is_cuda:  # it is read on another stream than it was made on
+                    part.record_stream(torch.cuda.default_stream(self._device))
                 self._slices[rank, number] = self._keep(part, f"slice-{rank}-{number}")
 
     def _bounds(self, size: int) -> list[tuple[int, int]]:
@@ -130,14 +133,14 @@ class Exchange:
 
     def average(self, vectors: Sequence[RemoteTensor], weights: Sequence[float], normalize: bool) -> Tensor:
         """The average of vectors whose slices have arrived."""
-        size = vectors[0].numel()
+        size, shape = vectors[0].numel(), vectors[0].shape
         begin, end = self._bounds(size)[self._ranks.rank]
         step = -(-size // self._ranks.size)
         own = torch.zeros(step, dtype=vectors[0].dtype, device=self._device)
         if end > begin:
             slices = [self._slices[vector.rank, vector.number] for vector in vectors]
             own[: end - begin] = Here().average(slices, weights, normalize)
-        return self._ranks.gather_all(own)[:size] if size else own
+        return self._ranks.gather_all(own)[:size].view(shape) if size else own.view(shape)
 
     def fast_average(self, own: Sequence[Vector], weights: Sequence[float], like: RemoteTensor) -> Tensor:
         """The weighted sum of all ranks' vectors by an all-reduce: its order of sums depends on how many they are."""

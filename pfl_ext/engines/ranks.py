@@ -87,6 +87,7 @@ class Ranks:
 
     Args:
         store: where they meet.
+        of_job: a store that outlives restarts.
         rank, size: which this is, and how many there are.
 
     Attributes:
@@ -94,15 +95,17 @@ class Ranks:
         uplink: the connections of the uploads.
         gpus: whether each rank of this machine can have a GPU of its own.
         busy: whether rank 0 waits for an answer.
+        broken: whether a rank was lost, or the job is over.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, of_job: dist.Store) -> None:
         """Made by :meth:`join`."""
+        self._of_job = of_job
         self.rank, self.size = rank, size
         self.sent: dict[str, int] = {}
         self._store, self._over = store, threading.Event()
         self.uplink: Any = None
-        self.gpus = self.busy = False
+        self.gpus = self.busy = self.broken = False
 
     @classmethod
     def join(cls) -> Ranks:
@@ -119,7 +122,7 @@ class Ranks:
         except RuntimeError as error:
             raise LostRank(f"rank {rank} does not reach rank 0 at {host}:{port} ({_first_line(error)})") from None
         store = dist.PrefixStore(f"pfl_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
-        ranks = cls(store, rank, size)
+        ranks = cls(store, rank, size, dist.PrefixStore("pfl_ext/job", meeting))
         ranks._meet(limit)
         ranks._connect()
         threading.Thread(target=ranks._watch, args=(store.clone(),), daemon=True).start()
@@ -241,6 +244,14 @@ class Ranks:
         """Count bytes as sent: of a collective those that no algorithm can do without."""
         self.sent[kind] = self.sent.get(kind, 0) + size
 
+    def note(self, what: str) -> None:
+        """Note something for the processes that may be started again after these."""
+        self._of_job.set(what, "noted")
+
+    def noted(self, what: str) -> bool:
+        """Whether it was noted, by these processes or by those before them."""
+        return bool(self._of_job.check([what]))
+
     # ---- who is gone -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -249,13 +260,13 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if not self._over.is_set():
-                self._lost(error)
-            raise LostRank("the job is over") from error
+            if self.broken:
+                raise LostRank("a rank was lost before, or the job is over") from error
+            self._lost(error)
 
     def _lost(self, error: Exception) -> NoReturn:
         gone = self._silent()
-        self._over.set()
+        self.broken = True
         who = "; ".join(f"rank {r} ({self._store.get(f'name/{r}').decode()})" for r in gone) or "a rank"
         raise LostRank(f"{who} has ended or cannot be reached any more ({_first_line(error)})") from None
 
@@ -297,13 +308,9 @@ class Ranks:
             print(f"pfl-ext: rank {self.rank} ends: {why}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    @property
-    def broken(self) -> bool:
-        """Whether a rank was lost, or all is over."""
-        return self._over.is_set()
-
     def leave(self) -> None:
         """The job is over: nobody is missed any more."""
+        self.broken = True
         self._over.set()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

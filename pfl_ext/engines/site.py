@@ -174,11 +174,19 @@ class Site:
             self.exchange.begin()
         try:
             with threads(self._plan.settings.threads):
-                return [self.runtime(self._with_own(request)) for request in requests]
+                return [self._turn(request) for request in requests]
         finally:
             if exchanging:
                 self.exchange.end()
             torch.set_rng_state(random_state)
+
+    def _turn(self, request: Request) -> Reply:
+        before = self._numbers
+        reply = self.runtime(self._with_own(request))
+        if reply.error is not None and self._plan.method.buffer is not None:
+            # It diverged beside its upload, which nobody will ask for. In synchronous rounds the next one removes it.
+            _remove(*(self._vectors.pop(number) for number in range(before + 1, self._numbers + 1)))
+        return reply
 
     def _forget_all(self) -> None:
         """A client that diverged beside its upload has left it here."""

@@ -21,10 +21,10 @@ from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.store import merged
 from pfl_ext.federation.uploads import Here
 
-from .ranks import LostRank, Ranks, leave_signals_to_rank_0, under_torchrun
+from .ranks import LostRank, Ranks, leave_signals_to_rank_0, restarted, under_torchrun
 from .site import Eager, Published, Site, portion, test_rank
 
-__all__ = ["Reduction", "Torchrun", "lead"]
+__all__ = ["Reduction", "Torchrun", "begun_before_restart", "lead", "note_begun"]
 
 Reduction: TypeAlias = Literal["exact", "fast"]
 
@@ -67,6 +67,17 @@ def lead(main: Callable[[], int]) -> int:
     return status
 
 
+def note_begun(what: str) -> None:
+    """Note that this job has begun something, for :func:`begun_before_restart`."""
+    if _joined is not None:
+        _joined.note(what)
+
+
+def begun_before_restart(what: str) -> bool:
+    """Whether this job had begun that before torchrun started all its processes again."""
+    return _joined is not None and restarted() and _joined.noted(what)
+
+
 def _end(ranks: Ranks) -> None:
     """Tell all others that it is over, where they can be told."""
     if ranks.rank == 0 and not ranks.broken and not ranks.busy:
@@ -100,6 +111,7 @@ def _serve(ranks: Ranks) -> None:
 
 
 _ANSWERED = frozenset({"run", "average", "fetch", "outputs", "state", "save", "sent"})
+_TOGETHER = frozenset({"average", "publish"})
 
 Answer: TypeAlias = tuple[Exception | None, Any]
 
@@ -121,6 +133,8 @@ def _done(site: Site, name: str, arguments: Sequence[Any]) -> Answer:
     except LostRank:
         raise
     except Exception as error:
+        if name in _TOGETHER:  # the others wait for this rank, and would for ever: it ends
+            raise LostRank(f"rank {site.rank} cannot go on, nor can the others without it: {error}") from error
         return _portable(error, site.rank), None
     # Everybody has an average: rank 0 needs none of another.
     return None, None if name == "average" else found
@@ -232,6 +246,7 @@ class Torchrun(Here):
         self._free = not kept and size <= _WHOLE_DATA and ranks.size > 1
         costs = {k: len(rows.train) for k, rows in plan.rows.items()}
         self._owner = dealt(list(costs), list(costs.values()), ranks.size)
+        ranks.busy = True
         self._tell("look", sys.path)
         for rank in range(1, ranks.size):
             own = sorted(k for k, owner in self._owner.items() if owner == rank)
@@ -243,6 +258,7 @@ class Torchrun(Here):
         self._site = Site(ranks, plan, [] if self._free else own)
         self._started = True
         answers = [ranks.receive(rank) for rank in range(1, ranks.size)]
+        ranks.busy = False
         for error, _ in answers:
             _raise(error)
         self._asynchronous = plan.method.buffer is not None

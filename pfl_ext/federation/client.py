@@ -70,6 +70,8 @@ class Client:
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
         privacy: the options of differential privacy, None without.
+        graphs: whether local steps are recorded as CUDA graphs.
+        fused_steps: whether whole steps may be taken in one native call.
         trained: how many samples :meth:`batches` has given for what is sent, and for the client's own model.
         trained_parameters: how many parameters were trained, each as often as there are models of it.
     """
@@ -90,8 +92,10 @@ class Client:
         self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
         self.train, self.validation, self.test = rows
         self.privacy: Privacy | None = settings.privacy
+        self.graphs: bool = settings.graphs
         self.report: dict[str, float] = {}
         self.trained, self.trained_personally, self.trained_parameters = 0, 0, 0
+        self.fused_steps: bool = settings.fused_steps
         self._dataset, self._store, self._settings = dataset, store, settings
         self._most_steps: int | None = None
         self._most_samples: int | None = None
@@ -269,12 +273,14 @@ def current_outputs(
     """
     predict = model if predict is None else predict
     training = model.module.training
-    model.module.eval()
+    if training:
+        model.module.eval()
     parts, targets = [], []
     for part in indices.split(_EVALUATION_BATCH):
         x, y = dataset.batch(part)
         found, y = reduce(predict(x), y)
         parts.append(found)
         targets.append(y)
-    model.module.train(training)
+    if training:
+        model.module.train()
     return torch.cat(parts), torch.cat(targets)

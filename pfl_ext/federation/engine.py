@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pfl_ext.data.placement import placed
+
 from .mapped import LARGE, MappedTensor, scratch_folder
 from .messages import Reply, Request, Vector
 from .plan import Plan
@@ -61,6 +63,7 @@ class InProcess(Here):
         mapped = plan.settings.store == "mapped"
         self._threads = plan.settings.threads
         model = plan.working_model()
+        self._device = model.device
         folder = store_folder(self, plan) if mapped else None
         self.store = ClientStore(len(plan.rows), plan.kept(model), folder)
         # With all clients selected uploads are as large as what is kept: in files too.
@@ -69,6 +72,10 @@ class InProcess(Here):
 
     def _deliver(self, request: Request, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
         return vectors if self._uploads is None else in_files(vectors, self._uploads, request, kind)
+
+    def fetch(self, vector: Vector) -> Tensor:
+        """The vector, on the run's device: uploads may wait in the host's memory."""
+        return placed(super().fetch(vector), self._device)
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Let the runtime see them."""

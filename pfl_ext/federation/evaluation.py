@@ -77,13 +77,32 @@ class Evaluator:
         self.sizes = [{split: len(getattr(partition, split)[k]) for split in SPLITS} for k in range(partition.clients)]
         self._old = partition.clients - settings.new_clients
         self._has_global_model = has_global_model
+        if settings.evaluate == "global" or settings.evaluate_clients_every > 1:
+            self._check_global()
+
+    def _check_global(self) -> None:
+        """Refuse a run of which nothing would be evaluated."""
+        tested = any(len(rows) for _, rows in self.tests.get("global_test", ()))
+        if not self._has_global_model or not tested:
+            missing = "a global test set" if self._has_global_model else "a method that has a global model"
+            s = self.settings
+            raise ValueError(
+                f"evaluate is {s.evaluate!r} and evaluate_clients_every {s.evaluate_clients_every}: testing the global "
+                f"model alone needs {missing}"
+            )
+
+    def _replies(self, t: int) -> list[Reply]:
+        """What clients' models come to after round t; empty replies where clients are not evaluated."""
+        s, clients = self.settings, range(len(self.sizes))
+        if s.evaluate == "global" or (t % s.evaluate_clients_every and t != s.rounds):
+            return [Reply(k) for k in clients]
+        splits = SPLITS if s.evaluate_train else SPLITS[1:]
+        costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
+        return list(self.engine.run([Request(k, t, "evaluate") for k in clients], costs))
 
     def __call__(self, t: int, reports: Reports) -> tuple[dict[str, Models], list[ClientResult]]:
         """What a record says of the models after round t, and every client's results with what it reported."""
-        clients = range(len(self.sizes))
-        splits = SPLITS if self.settings.evaluate_train else SPLITS[1:]
-        costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
-        replies = list(self.engine.run([Request(k, t, "evaluate") for k in clients], costs))
+        clients, replies = range(len(self.sizes)), self._replies(t)
         for reply in replies:
             diverged(self.settings, reply)  # where such clients are dropped, what they have no results of is missing
         late = self.settings.new_clients > 0

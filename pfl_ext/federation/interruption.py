@@ -1,16 +1,22 @@
-"""Signals: the first one asks a run to stop after its round, the second one does what it did before."""
+"""Signals: the first one asks a run to stop after its round, the second one does what it did before.
+
+Under torchrun, Ctrl-C comes twice: from the terminal, and from torchrun, which passes it on. These two are one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 __all__ = ["Interrupted", "interruptible"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TOGETHER = 2.0  # seconds in which signals under torchrun are one
 
 
 class Interrupted(KeyboardInterrupt):
@@ -25,11 +31,19 @@ def interruptible() -> Iterator[threading.Event]:
         yield asked
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
+    together = _TOGETHER if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+    first = -1.0
 
     def stop(number: int, frame: FrameType | None) -> None:
-        asked.set()
-        for other in _SIGNALS:
-            signal.signal(other, before[other])
+        nonlocal first
+        now = time.monotonic()
+        if not asked.is_set():
+            first = now
+            asked.set()
+        elif now - first > together:
+            for other in _SIGNALS:
+                signal.signal(other, before[other])
+            signal.raise_signal(number)
 
     for number in _SIGNALS:
         if before[number] != signal.SIG_IGN or number != signal.SIGHUP:  # nohup: it is to go on

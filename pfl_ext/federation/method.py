@@ -58,7 +58,7 @@ class Method(Options, abc.ABC):
     momentum: float = option(0.0, "momentum of the local SGD; it starts anew in each round")
     weight_decay: float = option(0.0, "weight decay of the local steps")
     optimizer: str | OptimizerFactory = option(  # noqa: RUF009 - a field, as all others
-        "sgd", "local optimiser: sgd, adam, adamw, or in Python a factory; its state starts anew in each round"
+        "sgd", "local optimiser: sgd, adam, adamw, or a factory, FILE.py:NAME; its state starts anew in each round"
     )
     clip: float = option(0.0, "largest norm of a local step's gradient, which is shortened to it; 0: any")
     lr_rounds: str = option(
@@ -101,10 +101,23 @@ class Method(Options, abc.ABC):
 
     def _check_optimizer(self) -> None:
         known = callable(self.optimizer) or self.optimizer in OPTIMIZERS
-        self.check("optimizer", known, f"of {', '.join(OPTIMIZERS)}, or a factory (params, lr=..., weight_decay=...)")
+        names = ", ".join(OPTIMIZERS)
+        self.check("optimizer", known, f"of {names}, path/to/file.py:NAME, or in Python a factory")
         if self.optimizer != "sgd":  # a paper's momentum that nobody asked for is nobody's mistake
             unasked = (0.0, self._default("momentum"))
             self.check("momentum", self.momentum in unasked, "of 0: it is SGD's, and the optimizer is another")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the optimiser of a user's file, which its name does not bring to another process."""
+        name = self.optimizer
+        return {**self.__dict__, "_own_optimizer": OPTIMIZERS[name] if isinstance(name, str) else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker."""
+        own = state.pop("_own_optimizer")
+        if own is not None:
+            OPTIMIZERS.setdefault(state["optimizer"], own)
+        self.__dict__.update(state)
 
     def _default(self, name: str) -> Any:
         return next(field.default for field in dataclasses.fields(self) if field.name == name)

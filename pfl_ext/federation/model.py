@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Inputs
-from pfl_ext.nn import FrozenBatchNorm2d
+from pfl_ext.nn import FrozenBatchNorm2d, row_of_layers
 from pfl_ext.ops import layer_groups
 from pfl_ext.tasks import outputs
 
@@ -109,6 +109,7 @@ class WorkingModel:
         parameters: how many of them, the first ones, are parameters; buffers follow.
         local, server, stays: which of them are such buffers; ``stays`` is both together.
         names, shapes: of the tensors that a state consists of.
+        row: the network as a row of layers that are all trained, None if it is another one.
     """
 
     def __init__(
@@ -141,6 +142,8 @@ class WorkingModel:
         self.local, self.server = (self._buffers_of(types) for types in (local_buffers, server_buffers))
         self.stays = self.local | self.server
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self.row = row_of_layers(module) if self.device.type == "cpu" and len(self.names) == len(everything) else None
+        self._loaded: tuple[Tensor, list[int]] | None = None
         self._vector, views = self._side_by_side()
         for tensor, view in zip(self._tensors(), views, strict=True):
             tensor.data = view
@@ -301,6 +304,15 @@ class WorkingModel:
         self._vector.copy_(state)
         self._copy_into(apart, tuple(pieces[i] for i in apart))
         torch.autograd.graph.increment_version(self.trained)
+        self._loaded = state, self._versions(state)
+
+    def _versions(self, state: Tensor) -> list[int]:
+        """What changes when a state or a tensor of the model is written to."""
+        return [state._version, *(tensor._version for tensor in self._tensors())]
+
+    def loaded(self, state: Tensor) -> bool:
+        """Whether this state was loaded last, and nothing was written since: for whoever evaluates many clients."""
+        return self._loaded is not None and self._loaded[0] is state and self._loaded[1] == self._versions(state)
 
     @torch.no_grad()
     def state(self) -> Tensor:
@@ -325,6 +337,7 @@ class WorkingModel:
         for i, tensor in enumerate(self._tensors()):
             tensor.data, other.tensors[i] = other.tensors[i], tensor.data
         self._vector, other.vector = other.vector, self._vector
+        self._loaded = None
 
     def tensors(self, state: Tensor) -> list[Tensor]:
         """The parts of ``state`` that belong to the trained parameters, laid out in memory as these are."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pfl_ext.options import label
+from pfl_ext.options import plain_value
 
 __all__ = ["OPTIMIZERS", "OptimizerFactory", "made_optimizer", "scheduled"]
 
@@ -18,7 +18,7 @@ OptimizerFactory: TypeAlias = Callable[..., Optimizer]
 """Makes an optimiser: ``factory(params, lr=..., weight_decay=...)``, as torch's own classes do."""
 
 OPTIMIZERS: dict[str, OptimizerFactory | None] = {"sgd": None, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-"""By their names; SGD is the fused op."""
+"""By their names; SGD is the fused op. Those of users' files join when a command or a program names them."""
 
 
 def made_optimizer(
@@ -36,11 +36,11 @@ def made_optimizer(
         made = factory(list(params), lr=lr, weight_decay=weight_decay)
     except TypeError as error:
         raise ValueError(
-            f"the optimizer {label(optimizer)} does not take (params, lr=..., weight_decay=...): {error}"
+            f"the optimizer {plain_value(optimizer)} does not take (params, lr=..., weight_decay=...): {error}"
         ) from error
     if not isinstance(made, Optimizer):
         raise ValueError(
-            f"the optimizer {label(optimizer)} made a {type(made).__name__}; accepted is a torch optimiser"
+            f"the optimizer {plain_value(optimizer)} made a {type(made).__name__}; accepted is a torch optimiser"
         )
     return made
 

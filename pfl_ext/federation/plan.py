@@ -34,7 +34,7 @@ class Plan:
     """The network with its initial weights."""
     dataset: Dataset
     rows: Mapping[int, Rows]
-    """The samples of each client, on the dataset's device."""
+    """The samples of each client."""
     settings: Settings
     tests: Mapping[str, Sequence[tuple[Dataset, Tensor]]] = field(default_factory=dict)
     """Test sets that belong to no client, each in parts of samples of a dataset: ``"global_test"``, and extra ones."""
@@ -55,8 +55,7 @@ class Plan:
     ) -> Plan:
         """The plan of all clients of a partition."""
         cut = partition
-        splits = zip(cut.train, cut.validation, cut.test, strict=True)
-        rows = {k: Rows(*(part.to(dataset.device) for part in parts)) for k, parts in enumerate(splits)}
+        rows = {k: Rows(cut.train[k], cut.validation[k], cut.test[k]) for k in range(cut.clients)}
         tests = {"global_test": [(dataset, cut.global_test)]}
         for name, parts in extra_tests.items():
             tests[name] = [(part.to(dataset.device), torch.arange(len(part))) for part in parts]

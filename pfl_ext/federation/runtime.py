@@ -5,29 +5,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from pfl_ext.data import Dataset, Inputs
+from pfl_ext.data.placement import placed
 from pfl_ext.metrics import mean_metrics, prediction_distance
 from pfl_ext.ops import all_finite
 
-from .client import Client, current_outputs
+from .client import Client, Rows, current_outputs
 from .mapped import opened
-from .messages import Diverged, Reply, Request, Stage, Vector, Work
+from .messages import Diverged, Reply, Request, Stage, Work
 from .method import Models, Predictor
 from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
+from .uplink import Deliver, InThread, ToHost, Uplink
 
 __all__ = ["ClientRuntime", "Deliver", "seed_layers", "state_of", "threads"]
 
 Vectors = Mapping[str, Tensor]
-Deliver = Callable[[Request, str, Vectors], Mapping[str, Vector]]
-"""Brings vectors on their way to the server's side, in a file or in memory that processes share: ``"sent"`` ones, or
-``"kept"`` ones of an asynchronous turn."""
 
 
 class threads:
@@ -93,8 +91,9 @@ class ClientRuntime:
         self.method, self.task, self.settings = plan.method, plan.task, plan.settings
         self.model = plan.working_model()
         self.server: Vectors = {}
+        self._placed: dict[int, Rows] = {}
         self._personal = "personal" in self.method.stages
-        self._uplink = ThreadPoolExecutor(1, "upload")  # its thread begins with the first upload
+        self._uplink: Uplink = ToHost(self.model.device) if self.settings.uploads == "host" else InThread()
         stays = self.model.stays
         self._has_local, self._stays = bool(self.model.local.any()), stays if bool(stays.any()) else None
         self._stages: dict[Stage, Callable[[Request, Client, Vectors], Reply]] = {
@@ -114,6 +113,9 @@ class ClientRuntime:
                 self.store.write(request.client, name, opened(vector))
             return Reply(request.client)
         client, received = self.begin(request)
+        # Once for all evaluations in a row: walking over the modules takes as long as a small forward pass.
+        if self.model.module.training == (request.stage == "evaluate"):
+            self.model.module.train(request.stage != "evaluate")
         try:
             reply = self._stages[request.stage](request, client, received)
         except Diverged as error:
@@ -132,7 +134,7 @@ class ClientRuntime:
         seed_layers(seed_of(settings.seed, "layers", request.round, k), self.model.device)
         plan = self.plan
         client = Client(
-            k, request.round, request.stage, self.task, self.model, plan.dataset, plan.rows[k], self.store, settings
+            k, request.round, request.stage, self.task, self.model, plan.dataset, self._rows(k), self.store, settings
         )
         if request.received is None:
             received = self.method.sends(self.server, k, request.stage)
@@ -141,6 +143,13 @@ class ClientRuntime:
         if self._has_local:
             received = {name: self._with_own_buffers(client, vector) for name, vector in received.items()}
         return client, received
+
+    def _rows(self, client: int) -> Rows:
+        """A client's samples, their numbers where the data is: brought there once."""
+        if client not in self._placed:
+            device = self.plan.dataset.device
+            self._placed[client] = Rows(*(placed(part, device) for part in self.plan.rows[client]))
+        return self._placed[client]
 
     def _with_own_buffers(self, client: Client, state: Tensor) -> Tensor:
         """A state with the buffers that are the client's own, once it has some."""
@@ -172,16 +181,16 @@ class ClientRuntime:
         self._keep_own_buffers(client)
         protocol = self.settings.protocol
         if not self._personal or protocol == "until-arrival":
-            delivered = self.deliver(request, "sent", sent)
+            delivered = self._uplink.begin(self.deliver, request, sent, wait=True)()
         elif protocol == "compute-and-wait":
             self._train_personally(client, received, sent)
-            delivered = self.deliver(request, "sent", sent)
+            delivered = self._uplink.begin(self.deliver, request, sent, wait=True)()
         else:
-            arriving = self._uplink.submit(self.deliver, request, "sent", sent)
+            arrived = self._uplink.begin(self.deliver, request, sent)
             try:
                 self._train_personally(client, received, sent)
             finally:
-                delivered = arriving.result()
+                delivered = arrived()
         reply = Reply(client.index, delivered, report=client.report)
         if self.method.buffer is None:
             self._commit(client)
@@ -201,7 +210,7 @@ class ClientRuntime:
             self.method.personalize(client, received, {})
             self._keep_own_buffers(client)
         else:
-            sent = {name: opened(vector) for name, vector in request.sent.items()}
+            sent = {name: placed(opened(vector), self.model.device) for name, vector in request.sent.items()}
             self._train_personally(client, received, sent, request.budget)
         self._commit(client)
         return Reply(client.index, report=client.report)
@@ -237,7 +246,8 @@ class ClientRuntime:
     def _predictor(self, model: Tensor | Predictor) -> Callable[[Inputs], Tensor]:
         """What makes outputs of inputs: the working model with this state, or what the method has in its place."""
         if isinstance(model, Tensor):
-            self.model.load(model)
+            if not self.model.loaded(model):  # most clients are evaluated with the same global model
+                self.model.load(model)
             return self.model
         return functools.partial(model, self.model)
 

@@ -63,6 +63,19 @@ class Evaluation(Options):
     """What is evaluated."""
 
     evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", identity=False)
+    evaluate: str = option(
+        "all",
+        "what is evaluated: clients' models on their own data and the global model, or the global model on the global "
+        "test set alone",
+        choices=("all", "global"),
+        identity=False,
+    )
+    evaluate_clients_every: int = option(
+        1,
+        "rounds between evaluations of the clients' models, the last round always; in others that are evaluated the "
+        "global model is tested alone",
+        identity=False,
+    )
     evaluate_train: bool = option(False, "evaluate on the clients' training data too", identity=False)
     evaluate_local: bool = option(
         False, "evaluate selected clients before and after their local training", identity=False
@@ -80,6 +93,7 @@ class Evaluation(Options):
         """Refuse what cannot work."""
         super().__post_init__()
         self.check("evaluate_every", self.evaluate_every >= 1, "of 1 or more")
+        self.check("evaluate_clients_every", self.evaluate_clients_every >= 1, "of 1 or more")
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,25 @@ class Compute(Options):
     """What it is computed with."""
 
     threads: int = option(1, "threads of each process; unlike workers this may change the last bits")
+    fused_steps: bool = option(
+        True,
+        "take the steps of small networks in one native call where it can be done: the same sums as autograd's, in "
+        "another order",
+    )
     device: str = option("cpu", "where data, models and clients' vectors are, such as cuda; workers need cpu")
+    graphs: bool = option(
+        False,
+        "on a GPU: record a local step on the task's loss once a turn as a CUDA graph, and replay it for all further "
+        "batches of that shape; the same numbers",
+        identity=False,
+    )
+    uploads: str = option(
+        "device",
+        "on a GPU: where uploads wait for the server, there or in pinned memory of the host, to which they are copied "
+        "while the client trains its own model; the same numbers",
+        choices=("device", "host"),
+        identity=False,
+    )
     store: str = option("memory", "where clients' vectors are kept", choices=("memory", "mapped"), identity=False)
     checkpoint_every: int = option(
         10, "rounds between checkpoints; one is also written after a minute without", identity=False
@@ -98,6 +130,9 @@ class Compute(Options):
         super().__post_init__()
         # OpenMP ends the process where it cannot have the memory for so many.
         self.check("threads", 1 <= self.threads <= 1024, "from 1 to 1024")
+        self.check("graphs", not self.graphs or self.device.startswith("cuda"), "of false where device is not cuda")
+        host = self.uploads == "host" and not self.device.startswith("cuda")
+        self.check("uploads", not host, "of device where device is not cuda")
         self.check("checkpoint_every", self.checkpoint_every >= 1, "of 1 or more")
 
 

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pfl_ext.ops import lwsam_perturb_, restore_
+from pfl_ext.nn import Row
+from pfl_ext.ops import lwsam_perturb_, restore_, train_step_
+from pfl_ext.ops.training import is_native
 from pfl_ext.optim.proximal import momentum_step_
+from pfl_ext.tasks import Classification
 
 from .client import Batch, Client
+from .graphs import RecordedSteps
 from .method import Method
 from .optimizers import made_optimizer, scheduled
 from .privacy import PRIVATE_STEPS, epsilon, private_gradients, sampling
@@ -25,6 +29,9 @@ Loss: TypeAlias = Callable[[Tensor, Batch], Tensor]
 
 Perturb: TypeAlias = Callable[[list[Tensor], list[Tensor], Tensor | None], Tensor]
 """Moves parameters by their gradients; takes the backup of an earlier step, if any, and returns this step's."""
+
+_MOST_ROWS = 64
+"""Torch's products of matrices are made for larger batches: a step of the CNN on 64 samples takes as long with both."""
 
 
 class Length(TypedDict, total=False):
@@ -112,6 +119,7 @@ class Steps:
             method.optimizer, self.params, self._options["lr"], self._options["weight_decay"]
         )
         self._perturb, self._expected = perturb, expected
+        self._row = self._row_in_one_call()
         self._backup: Tensor | None = None
         self._scheduled = method.lr_steps != "constant" or method.lr_warmup_steps > 0
         self._of_round = self._round_factor()
@@ -158,8 +166,12 @@ class Steps:
             momentum_step_(self.params, gradients, self._anchors, self._momentum, momentum=momentum, **options)
         else:
             self._step_of(self._optimizer, gradients, factor)
+        self._count(factor)
+
+    def _count(self, factor: float) -> None:
+        """A step was taken."""
         self.taken += 1
-        self._along = momentum * self._along + 1
+        self._along = self.method.momentum * self._along + 1
         self.accumulated += factor * self._along
 
     @torch.no_grad()
@@ -176,8 +188,54 @@ class Steps:
         for p in self.params:
             p.grad = None
 
+    def _row_in_one_call(self) -> Row | None:
+        """The network, if whole steps of it can be taken in one native call: plain SGD on the cross-entropy."""
+        client, method, row = self.client, self.method, self.client.model.row
+        plain = self._optimizer is None and method.clip == 0 and self._add is None and self._perturb is None
+        if row is None or not plain or not client.fused_steps or type(client.task) is not Classification:
+            return None
+        every = [p is q for p, q in zip(self.params, client.model.trained, strict=False)]
+        whole = all(every) and len(every) == len(self.params) == 2 * len(row.layers)
+        smooth = client.task.label_smoothing != 0
+        return row if whole and not smooth and row.is_plain() and is_native(client.model.dtype) else None
+
+    def _taken_in_one_call(self, batch: Batch, row: Row) -> Tensor | None:
+        """A whole step without autograd; None, and nothing done, where the batch is not one for it."""
+        x = batch.inputs
+        images = row.layers[0] == "conv_pool_relu"
+        if not isinstance(x, Tensor) or not 0 < len(x) <= _MOST_ROWS or x.dtype != self.client.model.dtype:
+            return None
+        if not images and x.dim() != 2:
+            if not row.flattens:
+                return None
+            x = x.flatten(1)
+        if self.taken == 0:
+            self.client.trains(self.params)
+        factor, momentum, first = self._factor(), self.method.momentum, self._momentum[0] is None
+        if momentum != 0 and first:
+            self._momentum = [torch.empty_like(p) for p in self.params]
+        loss = train_step_(
+            self.params,
+            x,
+            batch.targets,
+            row.layers,
+            factor * self._options["lr"],
+            anchors=list(self._anchors),
+            lam=self._options["lam"],
+            momentum=momentum,
+            weight_decay=self._options["weight_decay"],
+            momentum_buffers=[m for m in self._momentum if m is not None],
+            first=first,
+        )
+        self._count(factor)
+        return loss
+
     def take(self, batch: Batch, loss: Loss | None = None) -> Tensor:
         """A whole step on a batch; returns the loss where it began."""
+        if self._row is not None and loss is None:
+            objective = self._taken_in_one_call(batch, self._row)
+            if objective is not None:
+                return objective
         objective, gradients = self.gradients(batch, loss)
         if self._perturb is not None:
             self._backup = self._perturb(self.params, gradients, self._backup)
@@ -212,7 +270,10 @@ class Steps:
         client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
-        return mean_loss(self.take(batch, loss) for batch in client.batches(method.batch_size, name=batches, **length))
+        # A loss of the method's own may draw numbers on the host, which a replay would not see.
+        recorded = RecordedSteps(self) if client.graphs and loss is None else None
+        given = client.batches(method.batch_size, name=batches, **length)
+        return mean_loss(self.take(batch, loss) if recorded is None else recorded(batch) for batch in given)
 
     def _train_privately(self, loss: Loss | None, length: Length, batches: str) -> list[Tensor]:
         """The same by DP-SGD; returns the losses."""

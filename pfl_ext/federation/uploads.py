@@ -61,14 +61,14 @@ class Here:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""
         files = [vector for vector in vectors if isinstance(vector, MappedTensor)]
         if len(files) < len(vectors):
-            return _average([opened(vector) for vector in vectors], weights, normalize)
+            return _average([self.fetch(vector) for vector in vectors], weights, normalize)
         size = files[0].numel()
         step = max(1, _PIECES // (len(files) * files[0].dtype.itemsize))
         pieces = [
             _average([file.read(begin, min(step, size - begin)) for file in files], weights, normalize)
             for begin in range(0, size, step)
         ]
-        return torch.cat(pieces) if pieces else self.fetch(files[0])
+        return torch.cat(pieces).view(files[0].shape) if pieces else self.fetch(files[0])
 
     def fetch(self, vector: Vector) -> Tensor:
         """The vector, mapped where it is in a file."""
@@ -114,13 +114,13 @@ class Uploads:
         self._access: VectorAccess = Here() if access is None else access
 
     def average(self, name: str = "model", *, equally: bool = False) -> Tensor:
-        r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their plain mean.
+        r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their mean (:meth:`weights`)."""
+        return self._access.average([vectors[name] for vectors in self._vectors], self.weights(equally=equally))
 
-        ``equally`` is what the method's paper has; the method's option ``weighting`` may say otherwise.
-        """
+    def weights(self, *, equally: bool = False) -> list[int]:
+        """n_k of each client, or 1: as the method's paper has it, unless its option ``weighting`` says otherwise."""
         alike = equally if self._weighting == "paper" else self._weighting == "equal"
-        weights = [1] * len(self) if alike else self.samples
-        return self._access.average([vectors[name] for vectors in self._vectors], weights)
+        return [1] * len(self) if alike else self.samples
 
     def sum(self, name: str, weights: Sequence[float]) -> Tensor:
         r""":math:`\sum_k a_k w_k` with weights of the method's own."""

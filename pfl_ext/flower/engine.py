@@ -37,6 +37,10 @@ class Lost(Diverged):
         return f"{left_out}. Runs with diverged=drop go on without such clients"
 
 
+class _Taken(ValueError):
+    """Another node has the client's number: perhaps the same one before it was restarted, which Flower forgets late."""
+
+
 @dataclass(frozen=True)
 class Introduction:
     """What a node says of itself."""
@@ -71,6 +75,7 @@ class GridEngine(Here):
         self._grid, self._run, self.timeout, self._wait = grid, run, timeout, wait
         self._nodes: dict[int, Introduction] = {}
         self._met: set[int] = set()
+        self._refused: dict[int, str] = {}
         self._moment: Callable[[], int] | None = None
         self._saved: int | None = None
 
@@ -105,7 +110,8 @@ class GridEngine(Here):
                 return [self._nodes[k] for k in range(clients)]
             if time.monotonic() > end:
                 named = ", ".join(map(str, missing))
-                raise TimeoutError(f"clients {named} of {clients} have not connected in {self._wait:g} seconds")
+                said = f"clients {named} of {clients} have not connected in {self._wait:g} seconds"
+                raise TimeoutError("; ".join([said, *(f"node {node}: {why}" for node, why in self._refused.items())]))
             time.sleep(0.5)
 
     def _meet(self) -> None:
@@ -120,9 +126,11 @@ class GridEngine(Here):
         for node, answer in zip(new, self._exchange(messages), strict=True):
             try:
                 self._welcome(_introduction(node, _content(answer)))
+                self._refused.pop(node, None)
             except ValueError as error:
                 log(WARNING, "node %s is left out: %s", node, error)
-                if isinstance(answer, str):  # it may answer yet
+                self._refused[node] = str(error)
+                if isinstance(answer, str) or isinstance(error, _Taken):  # asked again
                     self._met.discard(node)
 
     def _welcome(self, node: Introduction) -> None:
@@ -130,7 +138,7 @@ class GridEngine(Here):
             raise ValueError(f"client {node.client} runs another method or other settings than the server")
         before = self._nodes.get(node.client)
         if before is not None and before.node in set(self._grid.get_node_ids()):
-            raise ValueError(f"it calls itself client {node.client}, and so does node {before.node}, which came first")
+            raise _Taken(f"it calls itself client {node.client}, and so does node {before.node}, which came first")
         self._nodes[node.client] = node
         log(INFO, "client %s is node %s", node.client, node.node)
         if before is not None and self._saved is not None:  # it has come back, perhaps without what it kept
@@ -158,39 +166,44 @@ class GridEngine(Here):
 
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies; what is evaluated on test sets of the server is so here."""
-        if requests and requests[0].stage == "test":
+        if not requests:
+            return
+        if requests[0].stage == "test":
             for request in requests:
                 with threads(self._plan.settings.threads):
                     reply = self._runtime(request)
                 yield reply
             return
         self._meet()
-        there = set(self._grid.get_node_ids()) if requests else set()
+        answers = self._answers(requests)
+        replies = [self._reply(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        _leave_out_others(requests, replies, self._sizes())
+        lost = [reply.error for reply in replies if isinstance(reply.error, Lost)]
+        for error in lost:
+            log(WARNING, "%s", error)
+        if requests[0].stage == "train" and len(lost) == len(requests):
+            raise lost[0]
+        yield from replies
+
+    def _answers(self, requests: Sequence[Request]) -> list[Message | str]:
+        """Send requests to the nodes of their clients, and wait for what comes back."""
+        there = set(self._grid.get_node_ids())
+        shared = self._runtime.method.global_model(self._server, self._runtime.model)
         known: dict[int, Array] = {}
-        shared = self._runtime.method.global_model(self._server, self._runtime.model) if requests else None
         alive: list[Any] = [shared]  # while their arrays are known by their ids
-        sent, places = [], []
+        messages, places = [], []
         for place, request in enumerate(requests):
             node = self._nodes.get(request.client)
             if node is None or node.node not in there:
                 continue
-            received = self._received(request)
-            alive.append(received)
+            alive.append(received := self._received(request))
             content = request_of(request, self._run, received, shared if request.stage == "evaluate" else None, known)
-            sent.append(self._message(content, node.node, request.stage))
+            messages.append(Message(content, node.node, _TYPES.get(request.stage, MessageType.TRAIN), ttl=self.timeout))
             places.append(place)
         answers: list[Message | str] = ["it is not connected"] * len(requests)
-        for place, answer in zip(places, self._exchange(sent), strict=True):
+        for place, answer in zip(places, self._exchange(messages), strict=True):
             answers[place] = answer
-        replies = [self._reply(request, answer) for request, answer in zip(requests, answers, strict=True)]
-        _leave_out_others(requests, replies, self._sizes())
-        for reply in replies:
-            if isinstance(reply.error, Lost):
-                log(WARNING, "%s", reply.error)
-        lost = [reply.error for reply in replies if isinstance(reply.error, Lost)]
-        if requests and requests[0].stage == "train" and len(lost) == len(requests):
-            raise lost[0]
-        yield from replies
+        return answers
 
     def _sizes(self) -> set[int]:
         """Of models and parts of models: the server has vectors of them, or a row for each client."""
@@ -202,9 +215,6 @@ class GridEngine(Here):
         if request.stage == "keep":
             return {}
         return self._runtime.method.sends(self._server, request.client, request.stage)
-
-    def _message(self, content: RecordDict, node: int, stage: str) -> Message:
-        return Message(content, node, _TYPES.get(stage, MessageType.TRAIN), ttl=self.timeout)
 
     def _reply(self, request: Request, answer: Message | str) -> Reply:
         """The reply of a message, or an error that tells why there is none."""
@@ -267,8 +277,21 @@ class GridEngine(Here):
             return self._rows({})
         kept: dict[int, dict[str, Tensor]] = {}
         for node, answer in zip(nodes, self._ask(nodes, {"what": "give"}), strict=True):
-            kept[node.client] = copied(_content(answer).array_records["kept"])
+            try:
+                kept[node.client] = self._checked(copied(_content(answer).array_records["kept"]))
+            except (ValueError, KeyError) as error:
+                log(WARNING, "the checkpoint has nothing of client %s: %s", node.client, error)
         return self._rows(kept)
+
+    def _checked(self, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a client says that it keeps, if that is what a client of this run keeps."""
+        for name, vector in kept.items():
+            if name not in self._kept or (vector.shape, vector.dtype) != (
+                self._kept[name].shape,
+                self._kept[name].dtype,
+            ):
+                raise ValueError(f"it keeps {name} {list(vector.shape)} of {vector.dtype}, which is not of this run")
+        return kept
 
     def _rows(self, kept: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """As :meth:`ClientStore.tensors` has it."""

@@ -14,15 +14,24 @@ __all__ = ["ArrivingGrid", "arriving", "content_of"]
 _POLLS = (0.02, 1.0)  # seconds between two looks for replies: at first, and at most
 
 
-def arriving(grid: Grid, waiting: set[str], timeout: float | None) -> Iterator[Message]:
-    """Replies to the messages of these ids as they arrive, until all are there or the time is over."""
-    end, pause = time.monotonic() + (timeout or 0.0), _POLLS[0]
+def arriving(grid: Grid, waiting: set[str], timeout: float | None, *, singly: bool = False) -> Iterator[Message]:
+    """Replies to the messages of these ids as they arrive, until all are there or the time is over.
+
+    Args:
+        grid: where they arrive.
+        waiting: the ids.
+        timeout: seconds; None: for ever.
+        singly: fetch one at a time, when the one before was taken: there is memory for one alone.
+    """
+    waiting, end, pause = set(waiting), time.monotonic() + (timeout or 0.0), _POLLS[0]
     while waiting and (timeout is None or time.monotonic() < end):
-        found = list(grid.pull_messages(list(waiting)))
-        waiting -= {message.metadata.reply_to_message_id for message in found}
-        pause = _POLLS[0] if found else min(_POLLS[1], 1.3 * pause)
-        while found:  # not held here while whoever takes it works on it
-            yield found.pop(0)
+        before = len(waiting)
+        for asked in [[name] for name in sorted(waiting)] if singly else [list(waiting)]:
+            found = list(grid.pull_messages(asked))
+            waiting -= {message.metadata.reply_to_message_id for message in found}
+            while found:  # not held here while whoever takes it works on it
+                yield found.pop(0)
+        pause = _POLLS[0] if len(waiting) < before else min(_POLLS[1], 1.3 * pause)
         if waiting:
             time.sleep(pause)
 
@@ -47,8 +56,8 @@ class ArrivingGrid(Grid):
         self._grid = grid
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """The replies as they arrive."""
-        return arriving(self, {name for name in self.push_messages(messages) if name}, timeout)
+        """The replies as they arrive, one at a time."""
+        return arriving(self, {name for name in self.push_messages(messages) if name}, timeout, singly=True)
 
     def set_run(self, run: Any) -> None:
         """As the grid's own."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from pfl_ext.ops import conv_pool_relu, linear_relu
 
-__all__ = ["FusedSequential"]
+__all__ = ["FusedSequential", "Row", "row_of_layers"]
 
 
 def _is_convolution(layers: list[nn.Module]) -> bool:
@@ -69,3 +69,50 @@ class FusedSequential(nn.Sequential):
                 x = layer(x)
                 i += 1
         return x
+
+
+class Row(NamedTuple):
+    """A network that is a row of layers, as :func:`~pfl_ext.ops.train_step_` takes them."""
+
+    layers: list[str]
+    flattens: bool
+    """Whether it takes inputs of any shape before its linear layers."""
+    modules: list[nn.Module]
+
+    def is_plain(self) -> bool:
+        """Whether nothing is hooked to it."""
+        return not any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self.modules
+        )
+
+
+def row_of_layers(module: nn.Module) -> Row | None:
+    """The network as a row of layers; None for any other network.
+
+    Such a network is an ``nn.Sequential`` of convolutions with pooling and ReLU, a ``Flatten``, linear layers with
+    ReLU, and one without at the end; or that one alone.
+    """
+    if type(module) not in (nn.Sequential, FusedSequential, nn.Linear):
+        return None
+    layers, flattens = list(module.children()) or [module], False
+    found: list[str] = []
+    while layers:
+        first = layers[0]
+        if _is_convolution(layers) and not flattens:
+            found.append("conv_pool_relu")
+            layers = layers[3:]
+        elif type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1) and "linear_relu" not in found:
+            flattens = True
+            layers = layers[1:]
+        elif "conv_pool_relu" in found and not flattens:
+            return None
+        elif _is_linear(layers):
+            found.append("linear_relu")
+            layers = layers[2:]
+        elif type(first) is nn.Linear and len(layers) == 1 and first.bias is not None:
+            found.append("linear")
+            layers = []
+        else:
+            return None
+    whole = found[-1:] == ["linear"] and len(list(module.parameters())) == 2 * len(found)
+    return Row(found, flattens, list(module.modules())) if whole else None

@@ -9,6 +9,7 @@
 ``resnet50``     23,528,522                                                  SCD on iNaturalist
 ``wide-resnet``  28-10, 36,479,194                                           PLGU on CIFAR-100, TinyImageNet
 ``vit``          ViT-S/16, 21,669,514 at 224 px                              PerAda under differential privacy
+``char-...``     ``char-transformer``, 113,609 for 73 characters             text, for all of them
 ===============  ==========================================================  ==========================================
 
 Every one of them takes the options of :func:`build`: weights from a file, adapters, a frozen backbone.
@@ -31,6 +32,7 @@ from .fused import FusedSequential
 from .libraries import library_network
 from .pretrained import load_pretrained, read_weights
 from .resnet import resnet18, resnet34, resnet50, wide_resnet
+from .text import char_transformer
 from .vit import vit
 
 __all__ = ["NETWORKS", "build", "cnn", "lenet", "mlp"]
@@ -53,7 +55,8 @@ def _after_two_stages(side: int, network: str) -> int:
 
 def mlp(input_shape: Sequence[int], classes: int, hidden: int = 100) -> nn.Sequential:
     """One hidden layer with ReLU, for inputs of any shape."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    linear = (nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    return FusedSequential(nn.Flatten(), *linear)
 
 
 def _two_stages(shape: Sequence[int], network: str, first: int, second: int) -> tuple[list[nn.Module], int]:
@@ -89,10 +92,10 @@ class ScaledInput:
     channels: int = 0
     """How many, of one; 0: as they are."""
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def shape(self, shape: Any) -> Any:
         """The shape of an image inside."""
         if not (self.size or self.channels):
-            return tuple(shape)
+            return shape
         if len(shape) != 3 or self.size < 0 or (self.channels and shape[0] not in (1, self.channels)):
             raise ValueError(
                 f"images {list(shape)} to {self.channels} channels and the size {self.size}; accepted are images "
@@ -117,6 +120,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "resnet50": resnet50,
     "wide-resnet": wide_resnet,
     "vit": vit,
+    "char-transformer": char_transformer,
 }
 """A network's name and the function of (input shape without the batch, number of classes) that builds it.
 
@@ -125,7 +129,7 @@ Keyword arguments are the network's own options, explained in ``typing.Annotated
 
 def build(
     name: str,
-    input_shape: Sequence[int],
+    input_shape: Any,
     classes: int,
     generator: torch.Generator,
     weights: Mapping[str, Tensor] | None = None,
@@ -158,8 +162,8 @@ def build(
 
     Args:
         name: one of :data:`NETWORKS`, ``torchvision:NAME`` or ``timm:NAME``.
-        input_shape: without the batch.
-        classes: how many.
+        input_shape: without the batch; of several tensors a nest of shapes.
+        classes: how many; or how many numbers are predicted.
         generator: gives the weights.
         weights: those that ``pretrained`` names, where the caller has read them.
         input_size, input_channels: see :class:`ScaledInput`. Data stay as they are: CIFAR-10 at 224 px takes 9 GB.

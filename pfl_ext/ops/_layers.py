@@ -12,14 +12,15 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ._declare import OPS, Op
 
-__all__ = ["NO_KERNEL", "fused"]
+__all__ = ["NO_KERNEL", "fused", "has_kernel"]
 
 NO_KERNEL = {"cuda": "small batches are trained on CPUs; a GPU has the layers one by one"}
 """Why there is no kernel, by device."""
 
 
 @functools.cache
-def _has_kernel(name: str) -> bool:
+def has_kernel(name: str) -> bool:
+    """Whether the CPU library has a kernel for this op."""
     # Asked at the first call: the library is loaded after the ops are declared.
     return OPS[name].has_kernel("CPU")
 
@@ -63,7 +64,7 @@ def fused(
             return lay_back(to_x) if needed[0] else None, lay_back(to_weight), to_bias
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _has_kernel(gradient.name)
+        ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and has_kernel(gradient.name)
         if not ours or is_functorch_wrapped_tensor(weight) or is_functorch_wrapped_tensor(x):
             return layers(x, weight, bias)
         result: Tensor = Fused.apply(x, weight, bias)

@@ -222,7 +222,10 @@ def _call_of(lists: tuple[Prepared, Prepared | None, Prepared, Prepared | None],
         return torch.empty(0, dtype=torch.int64)
     assert tickets[0] is not None
     words = [0 if ticket is None else int(ticket[1]) for ticket in tickets]
-    bits = struct.unpack("=5q", struct.pack("=5d", *numbers[:5]))
+    try:
+        bits = struct.unpack("=5q", struct.pack("=5d", *numbers[:5]))
+    except struct.error:
+        raise TypeError(f"lr, lam, momentum, dampening and weight_decay are {numbers[:5]}; they are numbers") from None
     return torch.tensor([int(tickets[0][0]), *words, *bits, *map(bool, numbers[5:])], dtype=torch.int64)
 
 

@@ -1,5 +1,6 @@
 """What becomes of a run: its results folder, tables, plots, loss landscapes, the progress display."""
 
+from .beside import beside
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .look import COLUMNS, METRIC, STATISTIC, Look
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
@@ -26,6 +27,7 @@ __all__ = [
     "Surface",
     "TensorBoard",
     "accuracy_curves",
+    "beside",
     "best_rounds",
     "client_density",
     "client_distribution",

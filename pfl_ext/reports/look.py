@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pfl_ext.metrics import digits_of
 from pfl_ext.options import Option, OptionError, nearest
 
 from .tables import Style
@@ -62,6 +63,11 @@ class Look:
                 close = nearest(name, (*_COLUMNS, "personal: local test", "global: local test"))
                 problem = f"has {name!r}{close}; accepted are {', '.join(_COLUMNS)}, MODEL: local test, ..."
                 raise OptionError("", "columns", self.columns, problem)
+
+    @property
+    def digits(self) -> int:
+        """Decimals of the metric."""
+        return digits_of(self.metric or "accuracy")
 
     def of(self, metric: str) -> Look:
         """The same with this metric, where none is named."""

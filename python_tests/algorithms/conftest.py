@@ -54,3 +54,9 @@ def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Turn:
         return runtime, runtime.begin(Request(client, round, stage))[0]
 
     return make
+
+
+@pytest.fixture
+def by_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps are taken by autograd: a method that needs it can be compared to the bit with one that does not."""
+    monkeypatch.setattr("pfl_ext.federation.steps.is_native", lambda dtype: False)

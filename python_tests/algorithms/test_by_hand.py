@@ -169,10 +169,12 @@ def test_the_initial_model_is_no_teacher(turn: Turn) -> None:
 
 
 @pytest.mark.parametrize("soft", ["kl", "ce"])
+@pytest.mark.parametrize("soft_mean", ["samples", "elements"])
 @pytest.mark.parametrize("grid", ["one-by-one", "batched"])
-def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
+def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft_mean: str, soft: str) -> None:
     temperature, lam = 5.0, 0.75
-    method = _persfl(temperatures=(temperature,), lambdas=(lam,), grid=grid, soft=soft, distill_lr=0.04)
+    options: dict[str, Any] = {"grid": grid, "soft": soft, "soft_mean": soft_mean, "distill_lr": 0.04}
+    method = _persfl(temperatures=(temperature,), lambdas=(lam,), **options)
     runtime, client = turn(method, stage="finish")
     teacher = runtime.server["model"] + 0.3
     a = teacher.clone()
@@ -184,6 +186,7 @@ def test_stage_2_minimises_equation_3(turn: Turn, grid: str, soft: str) -> None:
             target = F.softmax(o / temperature, -1)
             log_p = F.log_softmax(logits / temperature, -1)
             term = F.kl_div(log_p, target, reduction="batchmean") if soft == "kl" else -(target * log_p).sum(-1).mean()
+            term = term / logits.shape[1] if soft_mean == "elements" else term
             return (1 - lam) * F.cross_entropy(logits, targets) + lam * temperature**2 * term
 
         a = a - 0.04 * gradient(client, a, batch, loss)

@@ -69,6 +69,7 @@ def test_a_client_trains_on_its_data_and_on_generated_features(turn: Turn) -> No
 
 
 @pytest.mark.parametrize("why", ["lam is 0", "nothing was counted yet"])
+@pytest.mark.usefixtures("by_autograd")
 def test_without_generated_samples_a_client_is_fedavgs(turn: Turn, why: str) -> None:
     runtime, client = turn(_method(lam=0.0) if why == "lam is 0" else _method())
     received = _received(runtime, (1.0, 1.0, 1.0) if why == "lam is 0" else (0.0, 0.0, 0.0))

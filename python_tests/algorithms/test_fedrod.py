@@ -74,6 +74,7 @@ def test_the_personal_head_adds_to_the_generic_logits_and_alone_is_trained(turn:
     assert torch.equal(evaluated["global"], sent) and torch.equal(evaluated["personal"], client["personal"])
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_without_balancing_the_generic_model_is_fedavgs(turn: Turn) -> None:
     runtime, client = turn(FedRoD(lr=LR, batch_size=4, gamma=0.0))
     plain, other = turn(FedAvg(lr=LR, batch_size=4))
@@ -91,6 +92,7 @@ def test_neither_part_is_dead(turn: Turn) -> None:
     assert client["head"].abs().min() > 0
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_weight_decay_of_the_generic_model_is_that_of_all_its_parameters(turn: Turn) -> None:
     options = {"lr": LR, "batch_size": 4, "weight_decay": 0.1}
     runtime, client = turn(FedRoD(**options, gamma=0.0))

@@ -136,6 +136,7 @@ def test_a_gradient_beyond_the_clip_is_shortened_to_it(turn: Turn) -> None:
     assert float(g.norm()) > 2 * CLIP
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_a_gradient_within_the_clip_is_left_as_it_is(turn: Turn) -> None:
     client, method, v, batches = _begin(turn)
     plain = _taken(client, v, batches, Steps(client, method))

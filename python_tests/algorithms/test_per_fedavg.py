@@ -60,6 +60,7 @@ def test_the_hessian_free_step_is_that_of_the_exact_meta_gradient(turn: Turn, da
 
 
 @pytest.mark.parametrize("variant", ["fo", "hf"])
+@pytest.mark.usefixtures("by_autograd")
 def test_without_inner_steps_it_is_fedavg(turn: Turn, variant: str) -> None:
     options = {"lr": LR, "batch_size": 4, "momentum": 0.5, "weight_decay": 0.01}
     runtime, client = turn(PerFedAvg(**options, alpha=0.0, variant=variant))

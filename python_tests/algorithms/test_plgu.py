@@ -125,6 +125,7 @@ def test_without_personal_layers_it_is_fedsam_to_the_bit(
     assert last["training"]["trained_parameters"] == expected["training"]["trained_parameters"] == sum(SIZES)
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_with_all_layers_personal_clients_have_models_of_their_own_to_the_bit(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:

@@ -61,6 +61,7 @@ def test_option_one_is_the_gradient_at_the_received_model(turn: Turn) -> None:
     torch.testing.assert_close(client["control"], expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_without_control_variates_a_turn_is_fedavgs(turn: Turn) -> None:
     runtime, client = turn(SCAFFOLD(lr=LR, batch_size=4))
     plain, other = turn(FedAvg(lr=LR, batch_size=4))

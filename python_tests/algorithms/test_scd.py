@@ -59,6 +59,7 @@ def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) 
     torch.testing.assert_close(client["personal"], personal, rtol=0, atol=1e-11)
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_without_both_terms_it_is_fedavg_and_standalone(turn: Turn) -> None:
     options = {"lr": LR, "momentum": 0.5, "batch_size": 4}
     runtime, client = turn(SCD(**options, lam_g=0.0, lam_p=0.0))
@@ -115,6 +116,7 @@ def test_tau_zero_is_no_generic_term(turn: Turn) -> None:
 
 
 @pytest.mark.parametrize(("lam_g", "lam_p", "same"), [(0.05, 0.0, "personal"), (0.0, 0.01, "model")])
+@pytest.mark.usefixtures("by_autograd")
 def test_without_one_term_that_model_is_standalones_or_fedavgs(
     turn: Turn, lam_g: float, lam_p: float, same: str
 ) -> None:
@@ -133,6 +135,7 @@ def test_without_one_term_that_model_is_standalones_or_fedavgs(
     assert not torch.equal(different, expected)
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_whole_runs_without_both_terms_are_fedavgs_and_standalones(dataset: Any, partition: Any, network: Any) -> None:
     options, settings = {"lr": LR, "momentum": 0.5, "batch_size": 4}, Settings(rounds=3)
     run = Federation(SCD(**options, lam_g=0.0, lam_p=0.0), network, dataset, partition, settings)

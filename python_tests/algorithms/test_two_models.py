@@ -186,6 +186,7 @@ def test_the_weight_goes_to_the_better_model_and_no_further_than_to_it(
     assert float(client["alpha"]) == expected
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_apfls_copy_of_the_global_model_is_fedavgs(turn: Turn) -> None:
     options = {"lr": LR, "batch_size": 4, "momentum": 0.5}
     runtime, client = turn(APFL(**options))
@@ -194,6 +195,7 @@ def test_apfls_copy_of_the_global_model_is_fedavgs(turn: Turn) -> None:
     assert torch.equal(runtime.method.train(client, w)["model"], plain.method.train(other, w)["model"])
 
 
+@pytest.mark.usefixtures("by_autograd")
 def test_apfl_of_weight_one_is_standalone_and_of_weight_zero_the_global_model(turn: Turn) -> None:
     options = {"lr": LR, "batch_size": 4, "momentum": 0.5, "weight_decay": 0.01}
     runtime, client = turn(APFL(**options, alpha=1.0, adaptive=False))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pfl_ext.data import Dataset
-from pfl_ext.data.dataset import channel_statistics
+from pfl_ext.data.statistics import channel_statistics
 
 
 def images(n: int = 12, channels: int = 3, seed: int = 0) -> torch.Tensor:

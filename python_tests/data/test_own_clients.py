@@ -98,7 +98,7 @@ def test_characters_are_numbered_alike_in_texts_and_targets(tmp_path):
     write_leaf(tmp_path / "test" / "a.json", {"FOOL": (["bbbb"], ["z"])})
     dataset = load(f"leaf:{tmp_path}")
     assert dataset.classes == ("\n", " ", "a", "b", "c", "z", "é")
-    assert dataset.inputs.dtype == torch.uint8
+    assert dataset.inputs.dtype == torch.int16
     texts = ["".join(dataset.classes[i] for i in row) for row in dataset.inputs.tolist()]
     assert texts == ["ab c", "b ca", "aaaa", "bbbb"]
     assert [dataset.classes[i] for i in dataset.targets.tolist()] == ["a", "\n", "é", "z"]

@@ -407,3 +407,22 @@ def test_data_of_one_or_two_classes_need_no_number_of_labels(name: str) -> None:
         assert bool((partition.counts(data) > 0).all())
     with pytest.raises(ValueError, match="3 labels per client; the dataset has 2 classes"):
         PARTITIONERS[name](data, 4, generator=torch.Generator(), k=3)
+
+
+def test_every_local_test_has_some_of_each_class_where_that_is_asked_for() -> None:
+    y = torch.arange(10).repeat(120)
+    dataset = Dataset("d", torch.zeros(1200, 1), y, tuple("abcdefghij"), torch.arange(1200) >= 1000)
+    options = {"alpha": 0.1, "balance": True, "per_class": 2}
+    few, all_of = (
+        PARTITIONERS["dirichlet"](
+            dataset, 5, generator=torch.Generator().manual_seed(0), test_per_class=least, **options
+        )
+        for least in (0, 2)
+    )
+    counts = torch.stack([torch.bincount(y[rows], minlength=10) for rows in all_of.test])
+    assert int(counts.min()) == 2 and int(counts.sum()) == 200
+    assert sorted(torch.cat(all_of.test).tolist()) == list(range(1000, 1200))
+    assert min(int((torch.bincount(y[rows], minlength=10) > 0).sum()) for rows in few.test) < 10
+    assert all(torch.equal(a, b) for a, b in zip(few.train, all_of.train, strict=True))
+    with pytest.raises(ValueError, match="use a lower test_per_class"):
+        PARTITIONERS["dirichlet"](dataset, 5, generator=torch.Generator(), test_per_class=5, **options)

@@ -27,6 +27,8 @@ from pfl_ext.engines import EngineOptions, InProcess, make_engine
 from pfl_ext.engines.site import portion
 from pfl_ext.engines.torchrun import dealt
 from pfl_ext.federation import DamagedCheckpoint, Plan, Settings, checkpoint, stream
+from pfl_ext.federation.interruption import interruptible
+from pfl_ext.tasks import Classification
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without torch.distributed")
 
@@ -174,20 +176,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(answers: Callable[..., dict[
         assert ours["digests"] == theirs["digests"] and ours["records"] == theirs["records"][2:], name
 
 
-def test_a_comparison_has_the_table_of_one_process_and_rank_0_alone_speaks(start: Start, tmp_path: Path) -> None:
-    options = ["--rounds=2", "--lr=0.1", "--clients=4", "--quiet", "--no-plots"]
-    compare = ["compare", "fedavg", "ditto", *options, "--output"]
-    assert main([*compare, str(tmp_path / "one")]) == 0
-    process = start(2, "-m", "pfl_ext", *compare, tmp_path / "two")
-    output, _ = process.communicate(timeout=_LIMIT)
-    assert process.returncode == 0 and output.count("results in") == 1, output
-    # Its last column is the time that a round took.
-    one, two = ((tmp_path / name / "comparison.csv").read_text().splitlines() for name in ("one", "two"))
-    assert [line.rpartition(",")[0] for line in one] == [line.rpartition(",")[0] for line in two]
-    for run in ("fedavg-seed0", "ditto-seed0"):
-        assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
-
-
 def test_clients_are_dealt_by_cost_the_largest_first() -> None:
     assert dealt([0, 1, 2, 3], [1, 5, 3, 3], 2) == {1: 0, 2: 1, 3: 1, 0: 0}
     assert dealt([7], [0], 3) == {7: 0}
@@ -196,7 +184,7 @@ def test_clients_are_dealt_by_cost_the_largest_first() -> None:
 def test_a_rank_is_given_the_samples_of_its_clients_alone() -> None:
     digits = load("digits")
     cut = PARTITIONERS["iid"](digits, 4, generator=stream(0, "partition"))
-    plan = Plan.of(Ditto(), torch.nn.Linear(64, 10), digits, cut, Settings(), {}, None)
+    plan = Plan.of(Ditto(), Classification(), torch.nn.Linear(64, 10), digits, cut, Settings(), {}, None)
     own = portion(plan, [1, 3], rank=1, ranks=2)
     samples = [len(rows) for k in (1, 3) for rows in plan.rows[k]]
     assert len(own.dataset) == sum(samples) < len(digits) and own.rows.keys() == {1, 3}
@@ -322,6 +310,31 @@ def test_a_rank_that_is_killed_costs_the_rounds_since_the_last_checkpoint_and_no
     assert differences(tmp_path / "one", tmp_path / "two") == []
 
 
+def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to_when_a_rank_was_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    compare = ["compare", "fedavg", "ditto", "--clients=4", "--quiet", "--no-plots", "--checkpoint-every=1"]
+    assert main([*compare, "--rounds=1", "--lr=0.3", "--output", str(tmp_path / "two")]) == 0
+    other = ["--rounds=3", "--lr=0.1", "--output"]
+    assert main([*compare, *other, str(tmp_path / "one")]) == 0
+    process = start(2, "-m", "pfl_ext", *compare, *other, tmp_path / "two", "--overwrite", restarts=1)
+    first = tmp_path / "two" / "fedavg-seed0" / "config.toml"
+
+    def begun() -> bool:
+        """Whether the first run was begun anew: its options are others."""
+        return first.exists() and "lr = 0.1" in first.read_text()
+
+    _until(lambda: (begun() and _rounds(first.parent) > 0) or process.poll() is not None)
+    os.kill(_ranks(process.pid)[1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=_LIMIT)
+    assert process.returncode == 0 and output.count("results in") == 1, output  # rank 0 alone speaks
+    # The last column is the time that a round took.
+    one, two = ((tmp_path / name / "comparison.csv").read_text().splitlines() for name in ("one", "two"))
+    assert [line.rpartition(",")[0] for line in one] == [line.rpartition(",")[0] for line in two]
+    for run in ("fedavg-seed0", "ditto-seed0"):
+        assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
+
+
 def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start: Start, tmp_path: Path) -> None:
     process = start(3, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000))
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
@@ -330,6 +343,14 @@ def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start:
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - begin < 60 and process.returncode != 0
     assert re.search(rf"pfl-ext run: rank 2 \(process {pid} on .*\) has ended or cannot be reached", output), output
+
+
+def test_a_rank_that_cannot_take_part_in_an_average_ends_the_job_and_says_why(start: Start, tmp_path: Path) -> None:
+    process = start(2, SUPPORT / "ranks_process.py", tmp_path / "answer.json", tmp_path, "full_disk")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    told = r"rank 1 cannot go on, nor can the others without it: \[Errno 28\] No space left on device: '/scratch/slice'"
+    assert re.search(told, output), output
 
 
 def test_a_rank_that_hangs_is_named(start: Start, tmp_path: Path) -> None:
@@ -358,14 +379,31 @@ def test_a_rank_that_does_not_start_is_named(tmp_path: Path) -> None:
     assert "pfl-ext run: ranks 1, 2 of 3 did not start within 2 seconds" in done.stderr, done.stderr
 
 
-def test_a_signal_to_torchrun_ends_the_run_after_the_round_and_saves(start: Start, tmp_path: Path) -> None:
-    process = start(2, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000, checkpoint_every=100_000))
+def test_a_signal_ends_the_run_after_the_round_and_saves(start: Start, tmp_path: Path) -> None:
+    options = {"rounds": 100_000, "checkpoint_every": 100_000}
+    process = start(2, "-m", "pfl_ext", *_run(tmp_path / "run", **options))
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
-    process.terminate()
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does; torchrun passes it on to its own once more
     output, _ = process.communicate(timeout=60)
     done = _rounds(tmp_path / "run")
-    assert f"stopped after round {done}; --resume goes on" in output, output
+    assert f"stopped after round {done}; " in output, output
     assert (tmp_path / "run" / "checkpoints" / f"checkpoint-{done:08d}.safetensors").exists()
+
+
+def test_two_signals_are_one_where_torchrun_passes_them_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> bool:
+        with interruptible() as asked:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            return asked.is_set()
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert twice()
+    monkeypatch.setattr("pfl_ext.federation.interruption._TOGETHER", 0.0)  # the second comes later than that
+    with pytest.raises(KeyboardInterrupt):
+        twice()
 
 
 def test_a_wrong_option_is_said_once(start: Start, tmp_path: Path) -> None:

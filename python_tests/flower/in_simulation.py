@@ -94,6 +94,7 @@ RUNS = (*METHODS, "buffers", "server buffers", "until arrival")
 # ---- clients that misbehave ------------------------------------------------------------------------------------------
 
 BAD = 2  # the client, in the first round
+LATE = 6.0  # seconds after which a client is left out; the others answer in a tenth of one, if nobody else computes
 
 
 class _Payload:
@@ -108,7 +109,10 @@ def _raises(reply: Message) -> None:
 
 
 def _is_late(reply: Message) -> None:
-    time.sleep(4.0)
+    """Until the server has gone on without it."""
+    end = time.monotonic() + 60.0
+    while not (Path(os.environ["PFL_EXT_TEST_FOLDER"]) / "gone-on").exists() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _sends(change: Callable[[dict[str, Array]], None]) -> Callable[[Message], None]:
@@ -192,7 +196,7 @@ def route(message: Message, context: Context) -> Message:
     if "pfl_ext" not in message.content:
         return _of_strategy(message, context)
     plain = json.loads(message.content["pfl_ext"]["json"])
-    name = NAMES[plain["run"]]
+    name = NAMES.get(plain["run"], "ditto")
     reply = _client_of(name)(message, context)
     if name.startswith("fault:") and [plain.get(key) for key in ("client", "round", "stage")] == [BAD, 1, "train"]:
         FAULTS[name.removeprefix("fault:")](reply)
@@ -235,7 +239,7 @@ def _engine(grid: Grid, name: str, timeout: float = 60.0) -> GridEngine:
     return engine
 
 
-def _strategies(grid: Grid, found: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _strategies(grid: Grid, folder: Path, found: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     start, results = FusedFedAvg.start, []
 
     def kept(self: FusedFedAvg, *args: Any, **more: Any) -> Any:
@@ -262,7 +266,9 @@ def _strategies(grid: Grid, found: dict[str, Any], tensors: dict[str, Tensor]) -
         ("streaming fault", "nan", FusedFedAvg(streaming=True, **once)),
     ]
     for label, what, strategy in cases:
-        result = strategy.start(_Labelled(grid, what), arrays, num_rounds=1, timeout=2.5 if what == "late" else 60)
+        (folder / "gone-on").unlink(missing_ok=True)
+        result = strategy.start(_Labelled(grid, what), arrays, num_rounds=1, timeout=LATE if what == "late" else 60)
+        (folder / "gone-on").touch()
         found[f"strategy:{label}"] = dict(result.train_metrics_clientapp[1])
         tensors |= {f"strategy:{label}/{key}": x for key, x in result.arrays.to_torch_state_dict().items()}
 
@@ -301,16 +307,20 @@ def main(folder: Path) -> None:
             tensors.update({f"{name}/server/{key}": x.clone() for key, x in run.server.items()})
             tensors.update({f"{name}/clients/{key}": x.clone() for key, x in kept.items()})
         for how in FAULTS:
-            engine = _engine(grid, f"fault:{how}", timeout=2.5 if how == "late" else 60)
+            engine = _engine(grid, f"fault:{how}", timeout=LATE if how == "late" else 60)
             run = federation(f"fault:{how}", engine=engine)
             rounds = engine.follow(run).rounds()
             first = next(rounds)
             if how == "late":
-                time.sleep(2.0)  # until the client is back
+                (folder / "gone-on").touch()
                 engine.timeout = 60.0
             found[f"fault:{how}"] = [first.get("dropped"), [r.get("dropped") for r in rounds], history([first])]
         found["resumed"] = _interrupted(grid, folder)
-        _strategies(grid, found, tensors)
+        try:
+            GridEngine(grid, "other", timeout=60, wait=0.1).gather(CLIENTS + 1)
+        except TimeoutError as error:
+            found["refused"] = str(error)
+        _strategies(grid, folder, found, tensors)
 
     from flwr.simulation import run_simulation
 

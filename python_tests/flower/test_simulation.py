@@ -56,7 +56,7 @@ def test_a_client_that_misbehaves_is_named_and_left_out_and_the_round_goes_on(ho
     ("how", "told"),
     [
         ("raises", "it answered with an error: .*no more memory"),
-        ("late", "it has not answered within 2.5 seconds|it answered with an error: .*[Ee]xpired"),
+        ("late", "it has not answered within 6 seconds|it answered with an error: .*[Ee]xpired"),
         ("shape", r"it sent model \[\d+\] of float32, and most sent model \[\d+\] of float32"),
         ("name", r"it sent other \[\d+\] of float32, and most sent model"),
         ("dtype", r"it sent model \[\d+\] of float64, and most sent model"),
@@ -84,3 +84,11 @@ def test_a_checkpoint_of_a_simulation_goes_on_in_one_process_and_the_other_way_r
     assert resumed.round == 2
     assert json.loads(code.history(resumed.run())) == whole[2:]
     assert json.loads(simulated.found["resumed"]["ended"]) == whole[2:]
+
+
+def test_nodes_with_another_configuration_and_clients_that_do_not_come_are_named_before_the_first_round(
+    simulated: Any,
+) -> None:
+    told = simulated.found["refused"]
+    assert told.startswith("clients 0, 1, 2, 3, 4, 5, 6 of 7 have not connected in 0.1 seconds; node ")
+    assert "client 3 runs another method or other settings than the server" in told

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +14,15 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
 
 import numpy as np
-from flwr.app import Array, ConfigRecord, Context, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 
 from pfl_ext.federation import Diverged, Reply, Request, Work
 from pfl_ext.flower import load_kept, read_arrays, save_kept, write_arrays
 from pfl_ext.flower.arrays import copied, record_of, viewed
+from pfl_ext.flower.grid import ArrivingGrid
 from pfl_ext.flower.records import read_reply, read_request, reply_of, request_of
 from pfl_ext.flower.state import ContextStore, NodeFiles
 
@@ -174,6 +179,32 @@ def test_a_node_keeps_copies_of_the_last_checkpoints(tmp_path: Any) -> None:
     (tmp_path / "client-0-run-00000005.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="cannot be read"):
         files.load(5)
+
+
+class _Slow(Grid):
+    """A grid with replies that arrive from time to time, and a count of those that nobody has taken yet."""
+
+    def __init__(self, replies: Sequence[Message]) -> None:
+        self.replies = {message.metadata.reply_to_message_id: message for message in replies}
+        self.asked: list[list[str]] = []
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self.asked.append(list(message_ids))
+        return [self.replies.pop(name) for name in self.asked[-1] if name in self.replies and name != "late"]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        return ["0", "1", "late"]
+
+    set_run = run = create_message = get_node_ids = send_and_receive = None  # type: ignore[assignment]
+
+
+def test_streamed_replies_are_fetched_one_at_a_time_and_a_late_one_is_not_waited_for() -> None:
+    made = [make_message(Metadata(1, name, 1, 1, name, "", 0.0, 9.0, "train"), RecordDict()) for name in ("0", "1")]
+    grid = _Slow(made)
+    begin = time.monotonic()
+    found = list(ArrivingGrid(grid).send_and_receive([], timeout=0.2))
+    assert {message.metadata.reply_to_message_id for message in found} == {"0", "1"}
+    assert all(len(names) == 1 for names in grid.asked) and 0.2 <= time.monotonic() - begin < 5
 
 
 def test_no_more_bytes_are_sent_than_by_flowers_average() -> None:

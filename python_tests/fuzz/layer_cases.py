@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from pfl_ext import ops
 from pfl_ext.ops._arguments import accumulate_type
 from pfl_ext.ops._declare import OPS
+from pfl_ext.ops.training import LAYERS
 
 _VALUES = ("normal", "normal", "normal", "small", "zeros", "equal")
 
@@ -193,4 +194,78 @@ def conv_pool_relu(case: dict[str, Any], memory: Memory) -> Call:
         [grad, which, x, weight, case["for_x"]],
         check=(lambda got: None) if empty or wild else backward,
         may_refuse=needs_layout or not fits or wild,
+    )
+
+
+def _draw_training(choice: random.Random) -> dict[str, Any]:
+    dtype, samples = choice.choice(FLOATS[:2]), choice.choice([1, 2, 7, 10])
+    convolutions, hidden = choice.choice([0, 0, 1]), choice.choice([0, 1, 2])
+    shapes, image = [], [samples, choice.choice([1, 3]), choice.choice([6, 9]), choice.choice([6, 10])]
+    inputs = choice.choice([1, 5, 33, 130])
+    if convolutions:
+        outputs = choice.choice([2, 17])
+        shapes += [[outputs, image[1], 3, 3], [outputs]]
+        inputs = outputs * ((image[2] - 2) // 2) * ((image[3] - 2) // 2)
+    for _ in range(hidden + 1):
+        outputs = choice.choice([2, 10, 37])
+        shapes += [[outputs, inputs], [outputs]]
+        inputs = outputs
+    first = [samples, shapes[0][1]]
+    return {
+        "layers": ["conv_pool_relu"] * convolutions + ["linear_relu"] * hidden + ["linear"],
+        "x": draw_tensor(choice, image if convolutions else first, dtype, "normal", "contiguous"),
+        **{
+            name: [draw_tensor(choice, shape, dtype, "normal", "contiguous") for shape in shapes]
+            for name in ("params", "anchors", "buffers")
+        },
+        "targets": [choice.randrange(outputs) for _ in range(samples)],
+        "lr": choice.choice([0.0, 0.1, 1.0]),
+        "lam": choice.choice([0.0, 0.5]),
+        "momentum": choice.choice([0.0, 0.9]),
+        "weight_decay": choice.choice([0.0, 0.01]),
+        "first": choice.random() < 0.3,
+        "raw": choice.random() < 0.3,
+    }
+
+
+@covers("raw.train_step_", "ops.train_step_", draw=_draw_training)
+def train_step(case: dict[str, Any], memory: Memory) -> Call:
+    params, anchors, buffers = ([memory.make(t) for t in case[name]] for name in ("params", "anchors", "buffers"))
+    x, targets, layers = memory.make(case["x"]), torch.tensor(case["targets"]), case["layers"]
+    lr, lam, mu, decay = (case[name] for name in ("lr", "lam", "momentum", "weight_decay"))
+    wide = [[memory.before(t).double() for t in tensors] for tensors in (params, buffers, anchors)]
+    numbers = [LAYERS.index(layer) for layer in layers]
+    buffers = buffers if mu else []
+
+    def check(got: Tensor) -> str | None:
+        expected = [[t.clone() for t in tensors] for tensors in wide]
+        image = memory.before(x).double()
+        image = image.permute(0, 2, 3, 1) if image.dim() == 4 else image
+        lists = [expected[0], expected[1] if mu else [], expected[2]]
+        OPS["train_step_"].reference(*lists, image, targets, numbers, lr, lam, mu, decay, case["first"])
+        # A hundred roundings of the largest number of each tensor: beside ReLU's corner either side would be right,
+        # but numbers that are drawn do not come that near to it.
+        for what, mine, before, after in (
+            *(("param", *t) for t in zip(params, wide[0], expected[0], strict=True)),
+            *(("buffer", *t) for t in zip(buffers, wide[1], expected[1], strict=False)),
+        ):
+            size = before.abs().max() + (after - before).abs().max()
+            if wrong := compare(what, mine, after, size, 1000, mine.dtype):
+                return wrong
+        return None
+
+    written = [*params, *buffers]
+    may_refuse = "conv_pool_relu" in layers  # whose weights are not channels-last here, unless they have one channel
+    if case["raw"]:
+        inputs = x.permute(0, 2, 3, 1).contiguous() if x.dim() == 4 else x
+        arguments = [params, buffers, anchors, inputs, targets, numbers, lr, lam, mu, decay, case["first"]]
+        return Call(torch.ops.pfl_ext.train_step_, arguments, written=written, check=check, may_refuse=may_refuse)
+    options = {"anchors": anchors, "lam": lam, "momentum": mu, "weight_decay": decay, "first": case["first"]}
+    return Call(
+        ops.train_step_,
+        [params, x, targets, layers, lr],
+        {**options, "momentum_buffers": buffers},
+        written=written,
+        check=check,
+        may_refuse=may_refuse,
     )

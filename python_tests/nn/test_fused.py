@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pfl_ext.nn import FusedSequential, fused
+from pfl_ext.nn import FusedSequential, fused, lenet, mlp, row_of_layers
 
 
 @pytest.fixture
@@ -108,3 +108,54 @@ def test_copies_find_their_own_layers(calls):
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert torch.equal(other(x), expected)
     assert len(calls) == 3
+
+
+ROWS = {
+    "mlp": (lambda: mlp((1, 8, 8), 10), ["linear_relu", "linear"], True),
+    "lenet": (lambda: lenet((3, 32, 32), 10), ["conv_pool_relu"] * 2 + ["linear_relu"] * 2 + ["linear"], True),
+    "a linear layer": (lambda: nn.Linear(3, 2), ["linear"], False),
+    "vectors": (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), ["linear_relu", "linear"], False),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_network_that_is_a_row_of_layers_is_known_as_one(name):
+    make, layers, flattens = ROWS[name]
+    row = row_of_layers(make())
+    assert row is not None
+    assert (row.layers, row.flattens, row.is_plain()) == (layers, flattens, True)
+
+
+TIED = nn.Linear(4, 4)
+OTHERS = {
+    "no linear layer at the end": lambda: nn.Sequential(nn.Linear(3, 2), nn.ReLU()),
+    "no bias": lambda: nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2)),
+    "another activation": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+    "dropout": lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 2)),
+    "tied weights": lambda: nn.Sequential(TIED, nn.ReLU(), TIED, nn.ReLU(), nn.Linear(4, 2)),
+    "images that are not flattened": lambda: nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.ReLU(), nn.Linear(3, 2)
+    ),
+    "a part of it flattened": lambda: nn.Sequential(nn.Flatten(2), nn.Linear(9, 2)),
+    "a padded convolution": lambda: nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)
+    ),
+    "parametrised": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
+    "layers of its own": lambda: type("Own", (nn.Sequential,), {})(nn.Linear(3, 2)),
+    "nothing": nn.Sequential,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_any_other_network_is_none(what):
+    assert row_of_layers(OTHERS[what]()) is None
+
+
+def test_a_row_with_a_hook_is_not_plain():
+    network = mlp((1, 8, 8), 10)
+    row = row_of_layers(network)
+    assert row is not None and row.is_plain()
+    hook = network[1].register_forward_hook(lambda *_: None)
+    assert not row.is_plain()
+    hook.remove()
+    assert row.is_plain()

@@ -198,6 +198,10 @@ EXPECTED: dict[str, Numbers] = {
 }
 
 
+# PerAda's line 18 and objective, and PLGU's (7), weigh clients alike; SCD's p_i and PersFL's FedAvg by samples.
+WEIGHTING = {"perada": "equal", "plgu": "equal", "scd": "samples", "persfl": "samples"}
+
+
 def _id(path: Path) -> str:
     return str(path.relative_to(CONFIGS).with_suffix(""))
 
@@ -234,6 +238,10 @@ def test_every_number_of_the_paper_is_in_the_file(path: Path) -> None:
     configuration = Configuration.read(path)
     comparison = Comparison(configuration.sections, configuration.methods, (0,))
     every = [pair for point in points(comparison, configuration.sweep) for pair in point.comparison.experiments()]
+    weighting = {WEIGHTING[path.parent.name]}
+    for label, experiment in every:
+        free = not any(option == "weighting" for option, _ in type(experiment.make_method()).refuses)
+        assert {experiment.make_method().weighting} == (weighting if free else {"paper"}), label
     for key, expected in EXPECTED[_id(path)].items():
         found = [_found(key, label, experiment, configuration) for label, experiment in every]
         values = {value for value in found if value is not None}

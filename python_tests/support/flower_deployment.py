@@ -34,7 +34,8 @@ class Deployment:
         (folder / "home").mkdir()
         (folder / "home/config.toml").write_text(
             f'[superlink]\ndefault = "clinics"\n\n[superlink.clinics]\naddress = "{_HOST}:{self.port}"\n'
-            f'root-certificates = "{folder}/ca.crt"\n'
+            f'root-certificates = "{folder}/ca.crt"\n\n'
+            f'[superlink.simulation]\naddress = "{_HOST}:{self.port}"\ninsecure = true\n'
         )
 
     def _certify(self) -> None:
@@ -88,6 +89,13 @@ class Deployment:
         state = ["--database", str(self.folder / "superlink.db")]
         self.start("superlink", "flower-superlink", "--host", _HOST, "--port", str(self.port), *files, *state)
         self.wait_for("superlink", "Uvicorn running", count=before + 1)
+
+    def simulation(self) -> None:
+        """A SuperLink that simulates its nodes."""
+        self.start(
+            "superlink", "flower-superlink", "--host", _HOST, "--port", str(self.port), "--insecure", "--simulation"
+        )
+        self.wait_for("superlink", "Uvicorn running")
 
     def node(self, name: str, config: str) -> None:
         address = f"{_HOST}:{self.port}"

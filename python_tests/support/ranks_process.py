@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.engines import Torchrun, lead
+from pfl_ext.engines.exchange import Exchange
 from pfl_ext.federation import Federation, InProcess, Record, Settings
 from pfl_ext.federation.checkpoint import digest
 
@@ -23,6 +25,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
     "fedgen": {"generator_steps": 3},
     "fedbuff": {"buffer": 2},
+    "cfl": {"first_cut": 2, "eps1": 100.0, "eps2": 0.0, "smallest": 1},
     "perada": {"kd_steps": 4, "kd_batch_size": 5, "kd_distance": True},
     "feddf": {"kd_steps": 4, "kd_batch_size": 5},
 }
@@ -177,9 +180,25 @@ def fast(folder: Path) -> dict[str, Any]:
     return found
 
 
+def full_disk(folder: Path) -> None:
+    """Rank 1 cannot keep what arrives there in the second round."""
+    federation("ditto", Torchrun(), Settings(rounds=3)).run()
+
+
+def _fail_on_rank_1() -> None:
+    keep = Exchange._step
+
+    def step(self: Exchange, vector: Tensor | None, heads: Any) -> None:
+        if os.environ["RANK"] == "1" and heads[0][0] > 3:
+            raise OSError(28, "No space left on device", "/scratch/slice")
+        keep(self, vector, heads)
+
+    Exchange._step = step  # type: ignore[method-assign]
+
+
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     scenario.__name__: scenario
-    for scenario in (every_method, stores_and_protocols, faults_of_clients, saved, resumed, fast)
+    for scenario in (every_method, stores_and_protocols, faults_of_clients, saved, resumed, fast, full_disk)
 }
 
 
@@ -189,4 +208,6 @@ def _main(answer: Path, folder: Path, names: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if "full_disk" in sys.argv:
+        _fail_on_rank_1()
     sys.exit(lead(partial(_main, Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])))

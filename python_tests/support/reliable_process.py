@@ -55,7 +55,7 @@ def options(values: Mapping[str, object]) -> list[str]:
 def children(pid: int) -> list[int]:
     """The processes that a process has started."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/request/{pid}/children").read_text().split()]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
 

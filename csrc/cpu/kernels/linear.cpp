@@ -36,7 +36,7 @@ T sum_of_lanes(T (&lanes)[kSumLanes<T>]) {
 // kRowsHere x kOutputsHere dot products. A vector is part of the lanes of a sum: part after part, so that registers
 // hold as many sums as they can.
 template <typename T, int kRowsHere, int kOutputsHere>
-void dots(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y) {
+void dots(const LinearShape& s, bool relu, const T* x, const T* weight, const T* bias, T* y) {
   using V = wide_t<T>;
   constexpr int64_t kStep = kSumLanes<T>;
   const int64_t whole = s.inputs / kStep * kStep;
@@ -69,42 +69,43 @@ void dots(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y
   for (int r = 0; r < kRowsHere; ++r) {
     for (int o = 0; o < kOutputsHere; ++o) {
       const T sum = sum_of_lanes(lanes[r][o]) + bias[o];
-      y[r * s.outputs + o] = sum <= 0 ? T(0) : sum;  // NaN stays, as in torch
+      y[r * s.outputs + o] = relu && sum <= 0 ? T(0) : sum;  // NaN stays, as in torch
     }
   }
 }
 
 template <typename T, int kOutputsHere>
-void dots_of_rows(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y) {
+void dots_of_rows(const LinearShape& s, bool relu, const T* x, const T* weight, const T* bias, T* y) {
   for (int64_t row = 0; row < s.rows; row += kRows) {
     const T* from = x + row * s.inputs;
     T* to = y + row * s.outputs;
     switch (s.rows - row) {
       case 1:
-        dots<T, 1, kOutputsHere>(s, from, weight, bias, to);
+        dots<T, 1, kOutputsHere>(s, relu, from, weight, bias, to);
         break;
       case 2:
-        dots<T, 2, kOutputsHere>(s, from, weight, bias, to);
+        dots<T, 2, kOutputsHere>(s, relu, from, weight, bias, to);
         break;
       case 3:
-        dots<T, 3, kOutputsHere>(s, from, weight, bias, to);
+        dots<T, 3, kOutputsHere>(s, relu, from, weight, bias, to);
         break;
       case 4:
-        dots<T, 4, kOutputsHere>(s, from, weight, bias, to);
+        dots<T, 4, kOutputsHere>(s, relu, from, weight, bias, to);
         break;
       default:
-        dots<T, kRows, kOutputsHere>(s, from, weight, bias, to);
+        dots<T, kRows, kOutputsHere>(s, relu, from, weight, bias, to);
     }
   }
 }
 
 template <typename T>
-void forward(const LinearShape& s, int64_t begin, int64_t end, const T* x, const T* weight, const T* bias, T* y) {
+void forward(const LinearShape& s, bool relu, int64_t begin, int64_t end, const T* x, const T* weight, const T* bias,
+             T* y) {
   int64_t o = begin;
   for (; o + kOutputs <= end; o += kOutputs) {
-    dots_of_rows<T, kOutputs>(s, x, weight + o * s.inputs, bias + o, y + o);
+    dots_of_rows<T, kOutputs>(s, relu, x, weight + o * s.inputs, bias + o, y + o);
   }
-  for (; o < end; ++o) dots_of_rows<T, 1>(s, x, weight + o * s.inputs, bias + o, y + o);
+  for (; o < end; ++o) dots_of_rows<T, 1>(s, relu, x, weight + o * s.inputs, bias + o, y + o);
 }
 
 template <typename T>
@@ -199,9 +200,9 @@ T* of(void* p) {
 
 template <typename T>
 struct Typed {
-  static void forward(const LinearShape& s, int64_t begin, int64_t end, const void* x, const void* weight,
+  static void forward(const LinearShape& s, bool relu, int64_t begin, int64_t end, const void* x, const void* weight,
                       const void* bias, void* y) {
-    PFL_ISA::forward(s, begin, end, of<T>(x), of<T>(weight), of<T>(bias), of<T>(y));
+    PFL_ISA::forward(s, relu, begin, end, of<T>(x), of<T>(weight), of<T>(bias), of<T>(y));
   }
   static void mask(int64_t count, const void* grad, const void* y, void* masked) {
     PFL_ISA::mask(count, of<T>(grad), of<T>(y), of<T>(masked));

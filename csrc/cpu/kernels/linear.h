@@ -13,9 +13,9 @@ struct LinearShape {
 
 // Of float32 and float64; all matrices row by row, the weights [outputs, inputs].
 struct LinearKernels {
-  // y = max(0, x w^T + b), for the outputs [begin, end).
-  void (*forward)(DType dtype, const LinearShape& shape, int64_t begin, int64_t end, const void* x, const void* weight,
-                  const void* bias, void* y);
+  // y = max(0, x w^T + b), or without the maximum, for the outputs [begin, end).
+  void (*forward)(DType dtype, const LinearShape& shape, bool relu, int64_t begin, int64_t end, const void* x,
+                  const void* weight, const void* bias, void* y);
   // The gradient where ReLU let it through.
   void (*mask)(DType dtype, int64_t count, const void* grad, const void* y, void* masked);
   // The gradients of weight and bias, for the outputs [begin, end), from the masked one of y.

@@ -20,8 +20,8 @@ constexpr int kReduceThreads = 256;
 constexpr int64_t kMaxTeachers = 1024;
 constexpr int64_t kMaxSharedCache = 48 * 1024 - 256;  // what needs no opt-in, without the kernels' own
 constexpr int64_t kMostUncached = 256;                // rows in work at once where each is read again from L2
-constexpr int64_t kMostBlocks = 4096;                 // more than a GPU has at once; each leaves a piece of the loss
-constexpr int64_t kSumPiece = 4096;                   // values that a block adds up, at least
+constexpr int64_t kMostBlocks = 1024;  // about two for each place a large GPU has; each leaves a piece of the loss
+constexpr int64_t kSumPiece = 4096;    // values that a block adds up, at least
 constexpr int64_t kMostPieces = 1024;
 
 struct DistillationArguments {

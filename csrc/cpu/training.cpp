@@ -1,0 +1,374 @@
+// Glue of the training family for the CPU key: a whole local step in one call. Schemas: pfl_ext/ops/training.py.
+//
+// Autograd takes as long for a small network as its kernels do. Here layers, loss, gradients and step are called one
+// after the other, and the gradient of a weight lives in the nearest cache until the step has used it.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "common/elementary.h"
+#include "cpu/kernels/convolution.h"
+#include "cpu/kernels/linear.h"
+#include "cpu/kernels/proximal.h"
+#include "cpu/layers.h"
+#include "glue/proximal.h"
+
+namespace pfl::cpu {
+namespace {
+
+using glue::Tensor;
+using TensorList = std::vector<Tensor>;
+
+enum LayerKind : int64_t { kConvolution = 0, kLinearRelu = 1, kLinear = 2 };
+
+// Memory for one call, from one allocation that the next call of the thread uses again.
+class Arena {
+ public:
+  explicit Arena(int64_t bytes) {
+    if (static_cast<int64_t>(memory().size()) < bytes) memory().resize(bytes);
+  }
+  static constexpr int64_t kAlignment = 64;
+  static int64_t rounded(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+  char* take(int64_t bytes) {
+    char* begin = memory().data() + used_;
+    used_ += rounded(bytes);
+    return begin;
+  }
+
+ private:
+  static std::vector<char>& memory() {
+    static thread_local std::vector<char> kept;
+    return kept;
+  }
+  int64_t used_ = 0;
+};
+
+struct Layer {
+  LayerKind kind;
+  ConvolutionShape convolution;  // of a convolution
+  LinearShape linear;            // of a linear layer
+  int64_t flattened = 0;         // channels of the images that a first linear layer flattens; 0: none
+  int64_t outputs = 0;           // numbers that it gives
+  const char* x = nullptr;
+  char* y = nullptr;
+  uint8_t* which = nullptr;
+};
+
+// [samples, places, channels] to [samples, channels, places], or back with the last two exchanged.
+void exchange(int64_t item, int64_t samples, int64_t places, int64_t channels, const char* from, char* to) {
+  const auto move = [&](auto zero) {
+    using T = decltype(zero);
+    for (int64_t n = 0; n < samples; ++n) {
+      const T* in = reinterpret_cast<const T*>(from) + n * places * channels;
+      T* out = reinterpret_cast<T*>(to) + n * places * channels;
+      for (int64_t c = 0; c < channels; ++c) {
+        for (int64_t p = 0; p < places; ++p) out[c * places + p] = in[p * channels + c];
+      }
+    }
+  };
+  item == 4 ? move(float{}) : move(double{});
+}
+
+// The mean cross-entropy of logits, and its gradient in their place.
+template <typename T>
+double cross_entropy(int64_t rows, int64_t classes, const int64_t* targets, T* logits) {
+  double total = 0.0;
+  for (int64_t n = 0; n < rows; ++n) {
+    T* z = logits + n * classes;
+    double largest = z[0];
+    for (int64_t k = 1; k < classes; ++k) largest = z[k] > largest ? z[k] : largest;
+    double sum = 0.0;
+    for (int64_t k = 0; k < classes; ++k) sum += exp_nonpositive(z[k] - largest);
+    total += log_positive(sum) - (z[targets[n]] - largest);
+    const double share = 1.0 / (sum * static_cast<double>(rows));
+    for (int64_t k = 0; k < classes; ++k) {
+      const double one = k == targets[n] ? 1.0 / static_cast<double>(rows) : 0.0;
+      z[k] = static_cast<T>(exp_nonpositive(z[k] - largest) * share - one);
+    }
+  }
+  return total / static_cast<double>(rows);
+}
+
+// A step of a network made of layers in a row, on the cross-entropy of a batch.
+class LocalStep {
+ public:
+  LocalStep(const char* op, const TensorList& params, const TensorList& buffers, const TensorList& anchors,
+            const Tensor& x, const Tensor& targets, const std::vector<int64_t>& kinds, const ProximalStep& how)
+      : op_(op), how_(how), has_anchors_(how.lam != 0), has_buffers_(how.mode != Momentum::kNone) {
+    std::vector<glue::ListRole> roles{{"params", params, true}};
+    if (has_anchors_) roles.push_back({"anchors", anchors, false});
+    if (has_buffers_) roles.push_back({"momentum_buffers", buffers, true});
+    lists_ = glue::match(op, roles, /*on_cpu=*/true);
+    read_layers(roles[0].tensors(), x, kinds);
+    check_targets(targets);
+    if (lists_->written_overlaps(x)) glue::fail(op, ": x and the params overlap in memory");
+  }
+
+  double run() {
+    Arena arena(bytes_needed());
+    forward(arena);
+    char* grad = layers_.back().y;
+    const double loss = dtype_ == DType::kFloat64
+                            ? cross_entropy(rows_, classes_, targets_, reinterpret_cast<double*>(grad))
+                            : cross_entropy(rows_, classes_, targets_, reinterpret_cast<float*>(grad));
+    for (size_t l = layers_.size(); l-- > 0;) grad = backward(arena, l, grad);
+    lists_->finish();
+    return loss;
+  }
+
+ private:
+  void refuse(size_t l, const Tensor& weight) const {
+    glue::fail(op_, ": layer ", l, " has the weight ", glue::describe(weight), ", which does not fit what enters it");
+  }
+
+  // Elements [outputs, inputs, height, width] with the inputs next to each other.
+  static bool is_channels_last(const Tensor& weight) {
+    const int64_t strides[] = {weight.numel() / std::max<int64_t>(weight.size(0), 1), 1,
+                               weight.size(3) * weight.size(1), weight.size(1)};
+    for (int d = 0; d < 4; ++d) {
+      if (weight.size(d) > 1 && weight.stride(d) != strides[d]) return false;
+    }
+    return true;
+  }
+
+  void read_layers(const TensorList& params, const Tensor& x, const std::vector<int64_t>& kinds) {
+    const bool images = x.dim() == 4;
+    dtype_ = checked_layer(op_, "x", x, images ? 4 : 2, x);
+    if (kinds.empty() || params.size() != 2 * kinds.size() || kinds.back() != kLinear) {
+      glue::fail(op_, ": ", params.size(), " params for ", kinds.size(),
+                 " layers; a weight and a bias for each are expected, of which the last is linear");
+    }
+    rows_ = x.size(0);
+    if (rows_ == 0) glue::fail(op_, ": x is ", glue::describe(x), "; at least one sample is needed");
+    item_ = item_size(dtype_);
+    x_ = static_cast<const char*>(x.const_data_ptr());
+    int64_t height = images ? x.size(1) : 1, width = images ? x.size(2) : 1;
+    int64_t channels = images ? x.size(3) : x.size(1);
+    for (size_t l = 0; l < kinds.size(); ++l) {
+      const Tensor& weight = params[2 * l];
+      const Tensor& bias = params[2 * l + 1];
+      if (lists_->dtypes[2 * l] != dtype_ || lists_->dtypes[2 * l + 1] != dtype_) refuse(l, weight);
+      Layer layer{};
+      layer.kind = static_cast<LayerKind>(kinds[l]);
+      if (kinds[l] == kConvolution) {
+        if (weight.dim() != 4 || weight.size(1) != channels || weight.size(2) > height || weight.size(3) > width ||
+            weight.numel() == 0 || !is_channels_last(weight) || (l > 0 && kinds[l - 1] != kConvolution)) {
+          refuse(l, weight);
+        }
+        layer.convolution = {rows_, height, width, channels, weight.size(0), weight.size(2), weight.size(3)};
+        height = layer.convolution.cell_rows();
+        width = layer.convolution.cell_columns();
+        channels = weight.size(0);
+        layer.outputs = rows_ * height * width * channels;
+        if (layer.outputs == 0) refuse(l, weight);
+      } else if (kinds[l] == kLinearRelu || kinds[l] == kLinear) {
+        const int64_t inputs = height * width * channels;
+        if (weight.dim() != 2 || weight.size(1) != inputs || weight.numel() == 0 || !weight.is_contiguous() ||
+            (kinds[l] == kLinear && l + 1 != kinds.size())) {
+          refuse(l, weight);
+        }
+        layer.flattened = height * width > 1 ? channels : 0;
+        layer.linear = {rows_, inputs, weight.size(0)};
+        height = width = 1;
+        channels = weight.size(0);
+        layer.outputs = rows_ * channels;
+      } else {
+        glue::fail(op_, ": layer ", l, " is ", kinds[l], "; 0, 1 and 2 are accepted");
+      }
+      if (bias.dim() != 1 || bias.size(0) != weight.size(0) || !bias.is_contiguous()) {
+        glue::fail(op_, ": layer ", l, " has the bias ", glue::describe(bias), " for ", weight.size(0), " outputs");
+      }
+      layers_.push_back(layer);
+    }
+    classes_ = channels;
+  }
+
+  void check_targets(const Tensor& targets) {
+    if (targets.scalar_type() != glue::ScalarType::Long || !targets.is_cpu() || targets.dim() != 1 ||
+        !targets.is_contiguous() || targets.size(0) != rows_) {
+      glue::fail(op_, ": targets are ", glue::describe(targets), "; a class for each of ", rows_,
+                 " samples is expected: contiguous int64 on the CPU");
+    }
+    targets_ = static_cast<const int64_t*>(targets.const_data_ptr());
+    for (int64_t n = 0; n < rows_; ++n) {
+      if (targets_[n] < 0 || targets_[n] >= classes_) {
+        glue::fail(op_, ": target ", n, " is ", targets_[n], "; 0 to ", classes_ - 1, " are accepted");
+      }
+    }
+  }
+
+  int64_t size(size_t p) const { return lists_->sizes[p]; }
+  char* weight(size_t p) const { return static_cast<char*>(lists_->pointer(0, p)); }
+
+  int64_t bytes_needed() const {
+    int64_t bytes = 0;
+    const auto add = [&](int64_t more) { bytes += Arena::rounded(more); };
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      const Layer& layer = layers_[l];
+      add(layer.outputs * item_);  // y
+      add(layer.outputs * item_);  // its gradient behind ReLU
+      if (layer.kind == kConvolution) {
+        add(layer.outputs);
+        add(convolution().packed_bytes(dtype_, layer.convolution));
+        add(convolution().workspace(dtype_, layer.convolution));
+        add(size(2 * l) * item_);
+        add(size(2 * l + 1) * item_);
+        add(rows_ * layer.convolution.height * layer.convolution.width * layer.convolution.inputs * item_);
+      } else {
+        add(layer.linear.rows * layer.linear.inputs * item_);  // the gradient of x
+        if (layer.flattened != 0) add(2 * layer.linear.rows * layer.linear.inputs * item_);
+      }
+    }
+    return bytes + Arena::kAlignment;
+  }
+
+  static int64_t grain(int64_t tasks, int64_t products, int64_t least) {
+    return products < kFewestParallelProducts ? std::max<int64_t>(tasks, 1) : least;
+  }
+
+  void forward(Arena& arena) {
+    const char* from = x_;
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      Layer& layer = layers_[l];
+      layer.y = arena.take(layer.outputs * item_);
+      if (layer.kind == kConvolution) {
+        convolve(arena, l, from);
+      } else {
+        if (layer.flattened != 0) {
+          char* flat = arena.take(layer.linear.rows * layer.linear.inputs * item_);
+          exchange(item_, rows_, layer.linear.inputs / layer.flattened, layer.flattened, from, flat);
+          from = flat;
+        }
+        const LinearShape& s = layer.linear;
+        torch::stable::parallel_for(0, s.outputs, grain(s.outputs, s.rows * s.inputs * s.outputs, 64),
+                                    [&](int64_t begin, int64_t end) {
+                                      linear().forward(dtype_, s, layer.kind == kLinearRelu, begin, end, from,
+                                                       weight(2 * l), weight(2 * l + 1), layer.y);
+                                    });
+      }
+      layer.x = from;
+      from = layer.y;
+    }
+  }
+
+  void convolve(Arena& arena, size_t l, const char* from) {
+    Layer& layer = layers_[l];
+    const ConvolutionShape& s = layer.convolution;
+    layer.which = reinterpret_cast<uint8_t*>(arena.take(layer.outputs));
+    char* packed = arena.take(convolution().packed_bytes(dtype_, s));
+    convolution().pack(dtype_, s, weight(2 * l), weight(2 * l + 1), packed);
+    const int64_t cells = s.samples * s.cell_rows();
+    torch::stable::parallel_for(0, cells, grain(cells, 4 * layer.outputs * s.taps(), 1),
+                                [&](int64_t begin, int64_t end) {
+                                  convolution().convolve(dtype_, s, begin, end, from, packed, layer.y, layer.which);
+                                });
+  }
+
+  // Steps the layer by the gradient of its output; returns that of its input, which the first layer does not need.
+  char* backward(Arena& arena, size_t l, char* grad) {
+    return layers_[l].kind == kConvolution ? convolution_backward(arena, l, grad) : linear_backward(arena, l, grad);
+  }
+
+  char* linear_backward(Arena& arena, size_t l, char* grad) {
+    const Layer& layer = layers_[l];
+    const LinearShape& s = layer.linear;
+    const int64_t products = s.rows * s.inputs * s.outputs;
+    if (layer.kind == kLinearRelu) {
+      char* masked = arena.take(layer.outputs * item_);
+      linear().mask(dtype_, layer.outputs, grad, layer.y, masked);
+      grad = masked;
+    }
+    char* to_x = nullptr;
+    if (l > 0) {
+      to_x = arena.take(s.rows * s.inputs * item_);
+      torch::stable::parallel_for(0, s.inputs, grain(s.inputs, products, 64), [&](int64_t begin, int64_t end) {
+        linear().input_gradient(dtype_, s, begin, end, grad, weight(2 * l), to_x);
+      });
+      if (layer.flattened != 0) {
+        char* images = arena.take(s.rows * s.inputs * item_);
+        exchange(item_, rows_, layer.flattened, s.inputs / layer.flattened, to_x, images);
+        to_x = images;
+      }
+    }
+    // Some outputs at a time: their gradients stay in the first-level cache until they are used.
+    const int64_t some = std::max<int64_t>(4, 4096 / s.inputs / 4 * 4);
+    torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 64), [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<char[]> gradient(new char[(some * s.inputs + some) * item_]);
+      char* of_bias = gradient.get() + some * s.inputs * item_;
+      for (int64_t o = begin; o < end; o += some) {
+        const int64_t count = std::min(some, end - o);
+        linear().weight_gradient(dtype_, s, 0, count, grad + o * item_, layer.x, gradient.get(), of_bias);
+        step(2 * l, o * s.inputs, count * s.inputs, gradient.get());
+        step(2 * l + 1, o, count, of_bias);
+      }
+    });
+    return to_x;
+  }
+
+  char* convolution_backward(Arena& arena, size_t l, char* grad) {
+    const Layer& layer = layers_[l];
+    const ConvolutionShape& s = layer.convolution;
+    const int64_t products = layer.outputs * s.taps();
+    const int64_t bytes = convolution().workspace(dtype_, s);
+    char* to_x = nullptr;
+    if (l > 0) {
+      to_x = arena.take(s.samples * s.height * s.width * s.inputs * item_);
+      torch::stable::parallel_for(0, s.samples, grain(s.samples, products, 1), [&](int64_t begin, int64_t end) {
+        const std::unique_ptr<char[]> workspace(new char[bytes]);
+        convolution().input_gradient(dtype_, s, begin, end, grad, layer.which, weight(2 * l), workspace.get(), to_x);
+      });
+    }
+    char* of_weight = arena.take(size(2 * l) * item_);
+    char* of_bias = arena.take(size(2 * l + 1) * item_);
+    torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 1), [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<char[]> workspace(new char[bytes]);
+      convolution().weight_gradient(dtype_, s, begin, end, grad, layer.which, layer.x, workspace.get(), of_weight,
+                                    of_bias);
+    });
+    step(2 * l, 0, size(2 * l), of_weight);
+    step(2 * l + 1, 0, size(2 * l + 1), of_bias);
+    return to_x;
+  }
+
+  // Elements [offset, offset + n) of parameter p, whose gradient this is.
+  void step(size_t p, int64_t offset, int64_t n, const char* gradient) const {
+    const int64_t bytes = offset * item_;
+    const auto at = [&](size_t role) { return static_cast<char*>(lists_->pointer(role, p)) + bytes; };
+    proximal().step(dtype_, how_, 0, n, gradient, has_anchors_ ? at(1) : nullptr, at(0),
+                    has_buffers_ ? at(has_anchors_ ? 2 : 1) : nullptr);
+  }
+
+  const char* op_;
+  ProximalStep how_;
+  bool has_anchors_, has_buffers_;
+  std::shared_ptr<const glue::MatchedLists> lists_;
+  std::vector<Layer> layers_;
+  DType dtype_ = DType::kFloat32;
+  int64_t item_ = 0, rows_ = 0, classes_ = 0;
+  const char* x_ = nullptr;
+  const int64_t* targets_ = nullptr;
+};
+
+Tensor train_step_(const TensorList& params, const TensorList& buffers, const TensorList& anchors, const Tensor& x,
+                   const Tensor& targets, const std::vector<int64_t>& layers, double lr, double lam, double momentum,
+                   double weight_decay, bool first) {
+  const char* op = "pfl_ext::train_step_";
+  const ProximalStep how = glue::proximal_step_of(lr, lam, momentum, 0.0, weight_decay, false, false, first);
+  glue::check_step(op, how);
+  const double loss = LocalStep(op, params, buffers, anchors, x, targets, layers, how).run();
+  Tensor result = torch::stable::new_empty(x, {});
+  if (x.scalar_type() == glue::ScalarType::Double) {
+    *static_cast<double*>(result.mutable_data_ptr()) = loss;
+  } else {
+    *static_cast<float*>(result.mutable_data_ptr()) = static_cast<float>(loss);
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace pfl::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) { m.impl("train_step_", TORCH_BOX(&pfl::cpu::train_step_)); }
