@@ -370,7 +370,8 @@ def profile_rows(s: Setting, what: str, repeats: int) -> list[report.Row]:
 
 def _profile_table(lines: Sequence[report.Row]) -> str:
     table = [["where our processor time goes, in one process", "seconds", "share"], ["---", "--:", "--:"]]
-    table += [[row.contestant, f"{row.median_ms / 1e3:.2f}", f"{row.share_of_bandwidth:.1%}"] for row in lines]
+    spent = [row for row in lines if row.median_ms > 0]  # steps are taken in one of two ways
+    table += [[row.contestant, f"{row.median_ms / 1e3:.2f}", f"{row.share_of_bandwidth:.1%}"] for row in spent]
     passes = sum(row.share_of_bandwidth for row in lines if row.contestant in round_profile.PASSES)
     table.append(["**not forward and backward passes**", "", f"**{1 - passes:.1%}**"])
     return "\n".join("| " + " | ".join(line) + " |" for line in table)
@@ -404,8 +405,8 @@ def markdown(every: Sequence[report.Row]) -> str:
         "accuracy and AUC of every client (PFLlib's over all pairs of sample and class, ours over the classes). Median "
         f"of {first.rounds}, in turns; all end with the same model. On n cores pfl_ext runs n processes of one thread, "
         "the others one process of n threads. PFLlib: re-typed, with its clients' files in the system's cache. Forward "
-        "and backward alone: as many passes on our network in our memory format, or on the same layers run one by one, "
-        "nothing else.\n\n"
+        "and backward alone: as many passes by autograd on our network in our memory format, or on the same layers run "
+        "one by one, nothing else; pfl_ext takes its steps without autograd, and may take less.\n\n"
         + (_profile_table(parts) + "\n\n" if parts else "")
         + empty_turn.markdown([row for row in every if row.op == empty_turn.OP])
         + f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "

@@ -15,14 +15,14 @@ from unittest import mock
 import torch
 
 from pfl_ext.data import Dataset
-from pfl_ext.federation import Federation, Record, WorkingModel
+from pfl_ext.federation import Federation, Record, WorkingModel, steps
 from pfl_ext.optim import proximal
 from pfl_ext.tasks import Classification
 
 __all__ = ["PARTS", "PASSES", "profile"]
 
-PASSES = ("training, forward", "training, backward", "evaluation, forward")
-"""The parts that are forward and backward passes."""
+PASSES = ("training, whole steps in one call", "training, forward", "training, backward", "evaluation, forward")
+"""The parts that are forward and backward passes; whole steps have both, and the step of SGD in the second."""
 _REST = "the rest"
 PARTS = (*PASSES, "step of SGD", "fetching batches", "metrics", "model to and from a vector", "server", _REST)
 
@@ -67,13 +67,14 @@ def _clocks(run: Federation, spent: dict[str, float]) -> Iterator[None]:
         return mock.patch.object(owner, name, timed)
 
     def forward() -> str:
-        return PASSES[0] if torch.is_grad_enabled() else PASSES[2]
+        return PASSES[1] if torch.is_grad_enabled() else PASSES[3]
 
     with contextlib.ExitStack() as stack:
         for owner, name, part in (
             (WorkingModel, "__call__", forward),
             (Classification, "loss", forward),
-            (torch.autograd, "grad", lambda: PASSES[1]),
+            (steps, "train_step_", lambda: PASSES[0]),
+            (torch.autograd, "grad", lambda: PASSES[2]),
             (proximal, "proximal_sgd_step_", lambda: "step of SGD"),
             (Dataset, "batch", lambda: "fetching batches"),
             (Classification, "metrics", lambda: "metrics"),

@@ -229,12 +229,14 @@ class Experiment:
         return nn.build(self._network(dataset), dataset.input_shape, _outputs(dataset), generator, **options)
 
     def _network(self, dataset: Dataset) -> str:
-        """The network's name; ``auto`` is lenet for colour images, else mlp."""
+        """The network's name; ``auto`` is lenet for colour images, char-transformer for tokens, else mlp."""
         if self.network != "auto":
             return self.network
-        if not isinstance(dataset.inputs, Tensor):
+        if isinstance(dataset.inputs, tuple | Mapping):
             raise ValueError(f"network is 'auto', and a sample of {dataset.name!r} is several tensors; name a network")
-        shape = tuple(dataset.input_shape)
+        shape, kind = tuple(dataset.input_shape), dataset.inputs.dtype
+        if not kind.is_floating_point and kind.itemsize > 1 and len(shape) == 1:  # tokens; bytes are quantities
+            return "char-transformer"
         return "lenet" if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 16 else "mlp"
 
     def resolved(self, dataset: Dataset) -> Experiment:

@@ -17,6 +17,7 @@ __all__ = ["write_app"]
 _ALWAYS = {
     "data": ("name",),
     "partition": ("name", "clients"),
+    "task": ("name",),
     "network": ("name",),
     "federation": ("rounds", "participation", "seed", "diverged", "evaluate_every", "checkpoint_every"),
 }

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from .comparison import Comparison
+from .comparison import Comparison, method_of
 from .configuration import Configuration
 from .data import Dataset
 from .engines import leave_if_imported_by_a_worker
 from .experiment import Experiment
 from .federation import Method
-from .named import PYTHON, TABLES, as_dataset, in_file, make_known, register
+from .named import PYTHON, TABLES, as_dataset, code_in, in_file, make_known, register
 from .options import Options, nearest, plain_value
 from .reports import Look
 from .running import Compared, Output, Run, compare_all, data_name, run_name, run_one
@@ -52,6 +52,7 @@ def run(
     task: str | type[Task] | Task | None = None,
     network: Named | nn.Module | None = None,
     config: Path | str | None = None,
+    trust_code: bool = False,
     output: Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -73,6 +74,7 @@ def run(
         network: a name, a module with its initial weights, or a class or function of ``input_shape`` and ``classes``,
             where it has parameters of these names.
         config: a TOML file, as ``--config`` takes it; what is given here comes before it.
+        trust_code: let that file name code of Python files, which is then run.
         output: the results folder; by default one in ``results``.
         resume: go on from the folder's last good checkpoint.
         overwrite: remove the results of an earlier run in the folder.
@@ -90,6 +92,7 @@ def run(
     read = Configuration() if config is None else Configuration.read(Path(config))
     given = _Given.of(data, partition, task, network)
     name, own = _named("method", method)
+    _load_code(given, read, (), trust_code)
     sections = given.over(read.sections, options, [name], common=False)
     sections["method"] = {**_common(sections.get("method", {})), **own, "name": name}
     experiment = given.into(Experiment.from_sections(sections))
@@ -107,6 +110,7 @@ def compare(
     network: Named | nn.Module | None = None,
     seeds: Sequence[int] | None = None,
     config: Path | str | None = None,
+    trust_code: bool = False,
     output: Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -130,8 +134,8 @@ def compare(
         seeds: a run for each; the table has means and standard deviations.
         statistic: ``mean`` of the clients' results, or ``weighted_mean``.
         columns: of the table; by default all.
-        data, partition, task, network, config, output, resume, overwrite, quiet, plots, tensorboard, metric: as of
-            :func:`run`.
+        data, partition, task, network, config, trust_code, output, resume, overwrite, quiet, plots, tensorboard,
+            metric: as of :func:`run`.
         options: all others of the command line, of methods those that all have, such as ``lr``.
 
     Raises:
@@ -143,6 +147,7 @@ def compare(
     labels = _labelled(methods) if methods else dict.fromkeys(read.methods)
     if not labels:
         raise ValueError("no method is named, here or in config")
+    _load_code(given, read, [label for label, method in labels.items() if method is None], trust_code)
     sections = given.over(read.sections, options, ["fedavg"], common=True)
     for label, method in labels.items():
         if method is not None:
@@ -157,6 +162,26 @@ def compare(
     return compare_all(
         experiments, comparison.config(look), Output(folder, resume, overwrite, quiet, tensorboard, plots), look
     )
+
+
+def _load_code(given: _Given, read: Configuration, labels: Sequence[str], trusted: bool) -> None:
+    """Load the code that a configuration file names, if it may; what the program gives in its place is left out.
+
+    Args:
+        given: what the program gives.
+        read: the file.
+        labels: methods and variants of the file that run.
+        trusted: whether it may.
+    """
+    tables = {s: {k: v for k, v in t.items() if k != "name" or s not in given.names} for s, t in read.sections.items()}
+    methods = [("method", name) for label in labels if in_file(name := method_of(label, read.sections))]
+    for section, name in (*code_in(tables), *methods):
+        if not trusted:
+            raise ValueError(
+                f"{name} would run the code of a file that a file names: give it here yourself, or trust_code=True if "
+                "you trust both"
+            )
+        make_known(section, name)
 
 
 def _labelled(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
@@ -242,10 +267,6 @@ class _Given:
         found = {name: dict(table) for name, table in sections.items()}
         for section, table in self.names.items():
             found.setdefault(section, {}).update(table)
-        for section, table in found.items():
-            name = table.get("name")
-            if isinstance(name, str) and in_file(name):
-                make_known(section, name)
         chosen = {
             section: found.get(section, {}).get("name", default.default)
             for section, default in (

@@ -5,7 +5,7 @@ What tables and plots must know of a metric is here too: whether it is shown in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax
 
 __all__ = [
     "LOWER_IS_BETTER",
+    "METRICS",
     "SHARES",
     "classification_metrics",
     "digits_of",
@@ -25,10 +26,10 @@ __all__ = [
     "word_of",
 ]
 
-SHARES = {"accuracy", "auc", "iou"}
+SHARES = {"accuracy", "auc", "balanced_accuracy", "iou", "macro_f1", "top5"}
 """Metrics between 0 and 1 that are shown in per cent. A task of your own may add its metrics."""
 
-LOWER_IS_BETTER = {"loss", "mae", "rmse", "perplexity"}
+LOWER_IS_BETTER = {"brier", "ece", "loss", "mae", "rmse", "perplexity"}
 """Metrics of which the lowest is the best; of all others it is the highest. A task of your own may add its metrics."""
 
 _QUANTILES = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
@@ -245,3 +246,49 @@ def _vector(name: str, values: Tensor | Sequence[float]) -> np.ndarray:
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, one a client; got shape {list(array.shape)}")
     return array
+
+
+# ---- more, for those who ask for them --------------------------------------------------------------------------------
+
+
+def balanced_accuracy(logits: Tensor, targets: Tensor) -> float:
+    """The mean over the classes that occur of the share of their samples that is right."""
+    right = (logits.argmax(1) == targets).double()
+    return float(torch.stack([right[targets == c].mean() for c in targets.unique()]).mean())
+
+
+def macro_f1(logits: Tensor, targets: Tensor) -> float:
+    r"""The mean over the classes that occur or are predicted of :math:`2 TP / (2 TP + FP + FN)`."""
+    said = logits.argmax(1)
+    scores = []
+    for c in torch.cat([said, targets]).unique():
+        both = ((said == c) & (targets == c)).sum().double()
+        scores.append(2 * both / ((said == c).sum() + (targets == c).sum()))
+    return float(torch.stack(scores).mean())
+
+
+def top5(logits: Tensor, targets: Tensor) -> float:
+    """The share of samples whose class is among the five largest logits."""
+    return float((logits.topk(min(5, logits.shape[1]), 1).indices == targets[:, None]).any(1).double().mean())
+
+
+def brier(logits: Tensor, targets: Tensor) -> float:
+    """The mean squared distance of the probabilities from the class that is right."""
+    apart = logits.double().softmax(1)
+    apart[torch.arange(len(targets), device=targets.device), targets] -= 1
+    return float(apart.square().sum(1).mean())
+
+
+def ece(logits: Tensor, targets: Tensor) -> float:
+    """The expected calibration error in 15 equal bins: how far confidence and accuracy are apart in the mean."""
+    confidence, said = logits.double().softmax(1).max(1)
+    place = (confidence * 15).ceil().long().clamp(1, 15) - 1
+    apart = torch.zeros(15, dtype=torch.float64, device=logits.device)
+    apart.index_add_(0, place, confidence - (said == targets).double())
+    return float(apart.abs().sum() / len(targets))
+
+
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    metric.__name__: metric for metric in (balanced_accuracy, macro_f1, top5, brier, ece)
+}
+"""Of logits [n, classes] and class numbers [n], by name: what ``extra_metrics`` of a task adds."""

@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,18 @@ from .nn import NETWORKS, library_network
 from .options import nearest
 from .tasks import TASKS, Task
 
-__all__ = ["OWN_DATA", "PYTHON", "TABLES", "as_dataset", "from_file", "in_file", "known", "make_known", "register"]
+__all__ = [
+    "OWN_DATA",
+    "PYTHON",
+    "TABLES",
+    "as_dataset",
+    "code_in",
+    "from_file",
+    "in_file",
+    "known",
+    "make_known",
+    "register",
+]
 
 OWN_DATA: dict[str, Callable[[Path | None], Dataset]] = {}
 """Functions of users' files that make a data set, of the folder with the data's files."""
@@ -126,6 +137,27 @@ def _module(file: Path) -> ModuleType:
     if origin is None or Path(origin).resolve() != file.resolve():
         raise ValueError(f"{file} has the name of another module ({origin or 'built in'}): rename the file")
     return module
+
+
+def code_in(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What tables name of files, each with what it is, but for methods: those of a file do not all run."""
+    network, data = sections.get("network", {}), sections.get("data", {})
+    named = {
+        "optimizer": _values("optimizer", _with_inner(sections.get("method", {}))),
+        "network": _values("name", _with_inner(network)),
+        "task": _values("name", [sections.get("task", {})]),
+        "data": [*_values("name", [data]), *_values("auxiliary", [data])],
+    }
+    yield from ((section, name) for section, names in named.items() for name in names if in_file(name))
+
+
+def _with_inner(table: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A table and the tables of single methods in it."""
+    return [table, *(own for own in table.values() if isinstance(own, Mapping))]
+
+
+def _values(key: str, tables: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [table[key] for table in tables if isinstance(table.get(key), str)]
 
 
 def _kind(found: Any) -> str:

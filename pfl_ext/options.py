@@ -62,7 +62,9 @@ _Made = TypeVar("_Made")
 # ---- declaring them --------------------------------------------------------------------------------------------------
 
 
-def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, identity: bool = True) -> Any:
+def option(
+    default: Any, help: str, *, choices: tuple[Any, ...] | None = None, identity: bool = True, kw_only: bool = False
+) -> Any:
     """A field of :class:`Options`.
 
     Args:
@@ -71,8 +73,10 @@ def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, i
         choices: all values that are accepted; None: any of its type.
         identity: whether it has an influence on what models become. A run goes on only where a run of the same
             identity stopped; what has no influence may change between the two.
+        kw_only: it is named where an object is made, and takes no place before the options of derived classes.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "identity": identity})
+    metadata = {"help": help, "choices": choices, "identity": identity}
+    return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
 
 
 @dataclass(frozen=True)

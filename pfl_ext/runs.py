@@ -212,7 +212,7 @@ def _check_metric(federation: Federation, look: Look) -> None:
     inputs, targets = federation.dataset.batch(torch.cat([*federation.partition.train])[:2])
     training = model.module.training
     model.module.eval()
-    names = list(task.metrics(*task.reduce(model(inputs), targets)))
+    names = list(task.measured(*task.reduce(model(inputs), targets)))
     model.module.train(training)
     if look.metric not in names:
         close = nearest(str(look.metric), names)

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pfl_ext.data import IGNORED, Dataset
-from pfl_ext.metrics import classification_metrics
+from pfl_ext.metrics import METRICS, classification_metrics, sign_of
 from pfl_ext.options import Options, option
 
 __all__ = ["TASKS", "Classification", "MultiLabel", "NextToken", "Pixels", "Regression", "Task", "outputs", "task_of"]
@@ -77,14 +77,36 @@ class Task(Options, abc.ABC):
     metric: ClassVar[str] = "loss"
     """The metric that tables show unless they are asked for another."""
 
-    metric_rises: ClassVar[bool] = False
-    """Whether more of that metric is better."""
-
     has_logits: ClassVar[bool] = False
     """Whether outputs are logits of classes, which can be distilled (see :meth:`rows`)."""
 
     one_class: ClassVar[bool] = False
     """Whether each sample has one class, as methods need that count samples by class."""
+
+    extra_metrics: tuple[str, ...] = option(
+        (),
+        f"more metrics of samples with classes: {', '.join(METRICS)}; in Python also functions",
+        identity=False,
+        kw_only=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        names = [metric for metric in self.extra_metrics if not callable(metric)]
+        self.check("extra_metrics", set(names) <= METRICS.keys(), f"of {', '.join(METRICS)}")
+        whole = type(self).reduce is Task.reduce
+        self.check("extra_metrics", whole or not self.extra_metrics, f"of () for {self.name}, which keeps no outputs")
+
+    def measured(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        """:meth:`metrics` and the extra ones, NaN where there is no sample."""
+        found = self.metrics(outputs, targets)
+        for metric in self.extra_metrics:
+            compute = metric if callable(metric) else METRICS[metric]
+            found[getattr(compute, "__name__", str(metric))] = (
+                float(compute(outputs, targets)) if len(targets) else math.nan
+            )
+        return found
 
     @abc.abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -102,7 +124,7 @@ class Task(Options, abc.ABC):
         """Whether one value of :attr:`metric` is better than another; NaN is worse than any."""
         if math.isnan(other):
             return not math.isnan(one)
-        return one > other if self.metric_rises else one < other
+        return sign_of(self.metric) * one > sign_of(self.metric) * other
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Logits as a matrix with a row for everything that has a class: a sample, a pixel, a token."""
@@ -145,7 +167,6 @@ class Classification(Task):
 
     name = "classification"
     metric = "accuracy"
-    metric_rises = True
     has_logits = one_class = True
 
     label_smoothing: float = option(0.0, "weight of the uniform distribution in the targets that are trained")
@@ -185,7 +206,6 @@ class MultiLabel(Task):
 
     name = "multi-label"
     metric = "accuracy"
-    metric_rises = True
     has_logits = True
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -257,7 +277,6 @@ class Pixels(Task):
 
     name = "pixels"
     metric = "iou"
-    metric_rises = True
     has_logits = True
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -312,7 +331,6 @@ class NextToken(Task):
 
     name = "next-token"
     metric = "accuracy"
-    metric_rises = True
     has_logits = True
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import InProcess
 from pfl_ext.federation import PROTOCOLS, Client, Engine, Federation, Method, Settings, Stage, stream
 from pfl_ext.reports import read_config
+from pfl_ext.tasks import TASKS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGED = dict(METHODS)  # before a test makes others known
@@ -239,3 +240,19 @@ def test_the_glossary_has_the_stages_and_protocols_of_the_code() -> None:
 def test_the_table_of_an_engine_has_all_that_it_must() -> None:
     told = {name for cell in _first_column("extending.md", "to the bit.") for name in re.findall(r"`(\w+)\(", cell)}
     assert told == {name for name in dir(Engine) if not name.startswith("_")}
+
+
+def test_the_example_task_learns_a_quantile_of_named_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    _executed("tasks.md", *_blocks("tasks.md"))
+    assert 0.3 < float(capsys.readouterr().out) < 0.7  # of half of the samples more was predicted
+
+
+def test_the_table_of_tasks_has_them_all() -> None:
+    assert [cell.strip("`") for cell in _first_column("tasks.md", "A task says")] == list(TASKS)
+
+
+def test_the_code_of_the_page_on_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    large = _executed("data.md", *_blocks("data.md"))["large"]
+    assert len(large) == 2000 and large.nbytes < 20_000 and (tmp_path / "cache").is_dir()

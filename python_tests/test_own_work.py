@@ -107,7 +107,20 @@ def test_a_file_names_no_code_unless_it_is_trusted(text: str, capsys: pytest.Cap
     assert main(["run", *method, "--config", "some.toml", *QUICK]) == 2
     error = capsys.readouterr().err
     assert "name it on the command line yourself, or give --trust-code" in error and error.count("\n") == 1
+    if method:
+        with pytest.raises(ValueError, match="give it here yourself, or trust_code=True if you trust both"):
+            pfl_ext.run("fedavg", config="some.toml")
     assert not Path("results").exists() and not any(OWN in name for table in named.TABLES.values() for name in table)
+
+
+def test_a_program_may_trust_the_code_of_a_file() -> None:
+    text = f'methods = ["late", "fedavg"]\n[data]\nname = "{OWN}:load"\n[method.late]\nname = "{OWN}:Patient"\n'
+    Path("some.toml").write_text(text + f'[network]\nname = "{OWN}:Net"', encoding="utf-8")
+    common: dict[str, Any] = {"config": "some.toml", "partition": "iid", "clients": 2, "rounds": 1, "quiet": True}
+    with pytest.raises(ValueError, match="trust_code=True"):
+        pfl_ext.compare(**common)
+    found = pfl_ext.compare(**common, trust_code=True, plots=False)
+    assert list(found) == ["late", "fedavg"] and read_config(found["late"].folder)["method"]["lr"] == 0.003
 
 
 def test_a_name_on_the_command_line_takes_the_place_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:

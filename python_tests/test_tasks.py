@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from pfl_ext.algorithms import METHODS, Ditto, FedAvg
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Settings, option
+from pfl_ext.metrics import METRICS
 from pfl_ext.tasks import TASKS, Classification, MultiLabel, NextToken, Pixels, Regression, Task, outputs, task_of
 
 DRAW = torch.Generator().manual_seed(3)
@@ -133,7 +134,8 @@ def test_a_network_that_returns_a_dictionary_trains_to_the_same_bits() -> None:
     data = _dataset(torch.arange(24) % 3)
     named, plain = _Named(), nn.Linear(4, 3)
     plain.load_state_dict(named.linear.state_dict())
-    runs = [Federation(FedAvg(lr=0.1), net, data, _partition(24), Settings(rounds=2)) for net in (named, plain)]
+    settings = Settings(rounds=2, fused_steps=False)  # a native step has sums of another order
+    runs = [Federation(FedAvg(lr=0.1), net, data, _partition(24), settings) for net in (named, plain)]
     for run in runs:
         run.run()
     assert torch.equal(runs[0].server["model"], runs[1].server["model"])
@@ -255,3 +257,46 @@ def test_methods_that_need_logits_or_classes_refuse_a_task_without_them(name: st
 def test_every_task_says_what_it_is() -> None:
     for name, task in TASKS.items():
         assert task.name == name and task.__doc__
+
+
+# ---- metrics that are asked for --------------------------------------------------------------------------------------
+
+
+def test_extra_metrics_by_hand() -> None:
+    targets, said = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
+    logits = 100.0 * F.one_hot(said, 7).double()
+    found = Classification(extra_metrics=tuple(METRICS)).measured(logits, targets)
+    assert found["balanced_accuracy"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["macro_f1"] == pytest.approx((4 / 5 + 2 / 3) / 2)
+    assert found["top5"] == 1.0 and found["accuracy"] == 0.75
+    assert found["brier"] == pytest.approx(2 / 4) and found["ece"] == pytest.approx(0.25)
+    soft = torch.tensor([[math.log(0.7), math.log(0.3)], [math.log(0.9), math.log(0.1)]])
+    calibration = Classification(extra_metrics=("ece", "brier")).measured(soft, torch.tensor([0, 1]))
+    assert calibration == pytest.approx(
+        {**calibration, "ece": (0.3 + 0.9) / 2, "brier": (0.18 + 1.62) / 2}, nan_ok=True
+    )
+
+
+def worst(outputs: Tensor, targets: Tensor) -> float:
+    """A metric of a user's."""
+    return float((outputs.flatten() - targets.flatten()).abs().max())
+
+
+def test_extra_metrics_are_reported_of_every_client() -> None:
+    data = _dataset(torch.arange(24) % 3)
+    task = Classification(extra_metrics=("macro_f1",))
+    last = Federation(FedAvg(), nn.Linear(4, 3), data, _partition(24), Settings(rounds=1), task=task).run()[-1]
+    assert 0 <= last["models"]["global"]["test"]["macro_f1"]["mean"] <= 1
+    numbers = Regression(extra_metrics=(worst,))  # type: ignore[arg-type]
+    run = Federation(FedAvg(), nn.Linear(4, 1), _dataset(torch.rand(24, 1)), _partition(24), task=numbers)
+    assert run.run()[-1]["models"]["global"]["test"]["worst"]["mean"] > 0
+
+
+def test_extra_metrics_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"extra_metrics is .*; accepted is a value of balanced_accuracy, macro_f1"):
+        Classification(extra_metrics=("f2",))
+    with pytest.raises(ValueError, match=r"of .. for next-token, which keeps no outputs"):
+        NextToken(extra_metrics=("ece",))
+    task = Regression(extra_metrics=("ece",))
+    with pytest.raises(ValueError, match="extra_metrics has ece, which is of samples with one class; regression has"):
+        Federation(FedAvg(), nn.Linear(4, 1), _dataset(torch.rand(24, 1)), _partition(24), task=task)

@@ -40,6 +40,7 @@ class CFL(Method):
     """
 
     name = "cfl"
+    private = True
     refuses = (("weighting", "its clusters weigh clients by their samples"),)
 
     eps1: float = option(0.4, "epsilon_1: a cluster is at rest where its mean step is shorter")

@@ -41,6 +41,7 @@ class FedCAC(Method):
     """
 
     name = "fedcac"
+    private = True
 
     tau: float = option(0.5, "tau, the fraction of a tensor's entries that is critical")
     beta: int = option(100, "beta, the round from which critical parameters are a client's own")

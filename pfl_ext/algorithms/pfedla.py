@@ -63,6 +63,7 @@ class PFedLA(Method):
     """
 
     name = "pfedla"
+    private = True
     refuses = (("weighting", "its weights are made by hypernetworks"),)
 
     embedding: int = option(100, "length of a client's embedding")

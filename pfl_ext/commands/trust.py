@@ -6,10 +6,10 @@ that a configuration file, or the folder of a run, may name one only where the u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from pfl_ext.named import in_file, make_known
+from pfl_ext.named import code_in, in_file, make_known
 
 from .parser import UsageError
 
@@ -49,21 +49,5 @@ def load_code(section: str, name: str, *, trusted: bool) -> None:
 
 def load_named(sections: Mapping[str, Mapping[str, Any]], *, trusted: bool) -> None:
     """The same for everything that the tables of a file name, but for methods: not all of these run."""
-    for optimizer in _values("optimizer", sections.get("method", {})):
-        load_code("optimizer", optimizer, trusted=trusted)
-    for section in ("data", "task", "network"):
-        for name in _names(section, sections.get(section, {})):
-            load_code(section, name, trusted=trusted)
-
-
-def _values(key: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """What a key is in a table and in the tables of single methods in it, where that is text."""
-    tables = (table, *(own for own in table.values() if isinstance(own, Mapping)))
-    yield from (own[key] for own in tables if isinstance(own.get(key), str))
-
-
-def _names(section: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """What a table names, the tables of single methods in it too."""
-    yield from _values("name", table if section == "network" else {"name": table.get("name")})
-    if section == "data":
-        yield from _values("auxiliary", {"auxiliary": table.get("auxiliary")})
+    for section, name in code_in(sections):
+        load_code(section, name, trusted=trusted)

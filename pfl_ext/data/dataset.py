@@ -231,7 +231,7 @@ class Dataset:
             return self
         if mean is None or std is None:
             raise ValueError("mean and std come together: one of them is None")
-        if not isinstance(self.inputs, Tensor):
+        if isinstance(self.inputs, (tuple, Mapping)):
             names = ", ".join(name for name, _ in named(self.inputs))
             raise ValueError(f"{self.name!r} has several inputs ({names}): dataclasses.replace says which to normalise")
         return replace(self, mean=torch.tensor(mean, dtype=torch.float32), std=torch.tensor(std, dtype=torch.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -70,8 +70,8 @@ class Client:
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
         privacy: the options of differential privacy, None without.
-        graphs: whether local steps are recorded as CUDA graphs.
         fused_steps: whether whole steps may be taken in one native call.
+        graphs: whether local steps are recorded as CUDA graphs.
         trained: how many samples :meth:`batches` has given for what is sent, and for the client's own model.
         trained_parameters: how many parameters were trained, each as often as there are models of it.
     """
@@ -92,14 +92,19 @@ class Client:
         self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
         self.train, self.validation, self.test = rows
         self.privacy: Privacy | None = settings.privacy
+        self.fused_steps: bool = settings.fused_steps
         self.graphs: bool = settings.graphs
         self.report: dict[str, float] = {}
         self.trained, self.trained_personally, self.trained_parameters = 0, 0, 0
-        self.fused_steps: bool = settings.fused_steps
         self._dataset, self._store, self._settings = dataset, store, settings
         self._most_steps: int | None = None
         self._most_samples: int | None = None
         self._set: dict[str, Tensor] = {}
+
+    @property
+    def inputs_are_one_tensor(self) -> bool:
+        """Whether a batch's inputs are a tensor, not a nest of them."""
+        return not isinstance(self._dataset.inputs, tuple | Mapping)
 
     @property
     def rounds(self) -> int:
@@ -250,7 +255,7 @@ class Client:
 
     def metrics(self, indices: Tensor) -> dict[str, float]:
         """The task's metrics of the working model on these samples."""
-        return self.task.metrics(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
+        return self.task.measured(*current_outputs(self.model, self._dataset, indices, self.task.reduce))
 
     def loss(self, indices: Tensor) -> float:
         """Mean loss of the working model on these samples, NaN for none."""

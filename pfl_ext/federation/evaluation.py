@@ -137,7 +137,7 @@ class Evaluator:
                     self.engine.release(x)
                 if bool(found_outputs.isnan().any()):
                     raise Diverged(None, t, f"global model's output on {test}")
-                found.append(self.task.metrics(found_outputs, targets))
+                found.append(self.task.measured(found_outputs, targets))
         return mean_metrics(found)
 
     def _summaries(self, replies: Sequence[Reply]) -> Models:

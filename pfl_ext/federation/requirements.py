@@ -108,6 +108,9 @@ def check_batch(task: Task, model: WorkingModel, dataset: Dataset, partition: Pa
     finally:
         model.module.train(training)
     task.check_batch(dataset, outputs, targets)
+    for metric in task.extra_metrics:
+        if not callable(metric) and not task.one_class:
+            raise ValueError(f"extra_metrics has {metric}, which is of samples with one class; {task.name} has none")
     loss = task.loss(outputs, targets)
     if loss.dim() or not loss.is_floating_point():
         given = f"{loss.dtype} {list(loss.shape)}"

@@ -232,7 +232,7 @@ class ClientRuntime:
             return {}
         if state is not None:
             self.model.load(state)
-        metrics = self.task.metrics(*self._outputs(self.plan.dataset, client.test))
+        metrics = self.task.measured(*self._outputs(self.plan.dataset, client.test))
         return {f"{when}_training/{metric}": value for metric, value in metrics.items()}
 
     # ---- evaluating --------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class ClientRuntime:
                     continue
                 if s.prediction_distance:
                     outputs[name, split] = [found for found, _ in results]
-                metrics = mean_metrics([self.task.metrics(*result) for result in results])
+                metrics = mean_metrics([self.task.measured(*result) for result in results])
                 if metrics:
                     reply.metrics[name, split] = metrics
         for (name, split), own in outputs.items():

@@ -79,10 +79,6 @@ class Steps:
     Attributes:
         params: what is trained.
         taken: how many steps were taken.
-        accumulated: :math:`\|a\|_1`, how often all gradients together are in what the steps of SGD changed, in units of
-            the step size: the s-th of :math:`\tau` gradients with momentum :math:`\rho` and the step size
-            :math:`\eta f_s` is in it :math:`a_s = \sum_{r \ge s} f_r \rho^{r - s}` times. Without either it is
-            ``taken``.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class Steps:
         self._backup: Tensor | None = None
         self._scheduled = method.lr_steps != "constant" or method.lr_warmup_steps > 0
         self._of_round = self._round_factor()
-        self.taken, self.accumulated, self._along = 0, 0.0, 0.0
+        self.taken, self._factors = 0, list[float]()
 
     def _round_factor(self) -> float:
         """What the step size is multiplied with in this round; a turn after the last round is in none."""
@@ -171,8 +167,21 @@ class Steps:
     def _count(self, factor: float) -> None:
         """A step was taken."""
         self.taken += 1
-        self._along = self.method.momentum * self._along + 1
-        self.accumulated += factor * self._along
+        if self._scheduled:
+            self._factors.append(factor)
+
+    @property
+    def accumulated(self) -> float:
+        r""":math:`\|a\|_1`: how often all gradients together are in what the steps of SGD changed.
+
+        In units of the step size: with momentum :math:`\rho` and the step sizes :math:`\eta f_s` the s-th of
+        :math:`\tau` gradients is in it :math:`a_s = \sum_{r \ge s} f_r \rho^{r - s}` times. Without either it is
+        :attr:`taken`.
+        """
+        rho, taken = self.method.momentum, self.taken
+        if self._scheduled:
+            return sum(f * (1 - rho ** (s + 1)) / (1 - rho) for s, f in enumerate(self._factors))
+        return self._of_round * (taken - rho * (1 - rho**taken) / (1 - rho)) / (1 - rho)
 
     @torch.no_grad()
     def _step_of(self, optimizer: Optimizer, gradients: list[Tensor], factor: float) -> None:
@@ -270,10 +279,13 @@ class Steps:
         client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
-        # A loss of the method's own may draw numbers on the host, which a replay would not see.
-        recorded = RecordedSteps(self) if client.graphs and loss is None else None
+        recorded = RecordedSteps(self) if client.graphs and loss is None and self._is_the_same_every_time() else None
         given = client.batches(method.batch_size, name=batches, **length)
         return mean_loss(self.take(batch, loss) if recorded is None else recorded(batch) for batch in given)
+
+    def _is_the_same_every_time(self) -> bool:
+        """Whether a recorded step is the next one too: Python decides on other step sizes, optimisers and losses."""
+        return self._optimizer is None and not self._scheduled and self.client.inputs_are_one_tensor
 
     def _train_privately(self, loss: Loss | None, length: Length, batches: str) -> list[Tensor]:
         """The same by DP-SGD; returns the losses."""

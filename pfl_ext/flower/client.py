@@ -146,7 +146,7 @@ class _Node:
             "classes": list(dataset.classes),
             "multilabel": dataset.multilabel,
             "data": dataset.fingerprint,
-            "network": network_digest(self.parts.network(dataset), self.parts.settings),
+            "network": network_digest(self.parts, dataset),
         }
 
     def _runtime(self) -> _Runtime:

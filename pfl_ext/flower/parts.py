@@ -88,8 +88,9 @@ def _experiment(config: Mapping[str, Any], named: bool) -> Experiment:
     return Experiment.from_sections(sections)
 
 
-def network_digest(module: nn.Module, settings: Settings) -> str:
-    """What tells networks apart, their initial weights included."""
+def network_digest(parts: Parts, dataset: Dataset) -> str:
+    """What tells networks apart, their initial weights and what they are to learn included."""
+    module, settings, task = parts.network(dataset), parts.settings, parts.task(dataset)
     model = WorkingModel(module, settings.local_buffers, settings.server_buffers)
-    content = json.dumps([model.layout(), model.digest()], default=str)
+    content = json.dumps([model.layout(), model.digest(), type(task).__name__, task.identity()], default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -63,10 +63,12 @@ def _run(grid: Grid, parts: Parts, config: Mapping[str, Any]) -> None:
     timeout, wait = float(config.get("flower.timeout", 3600.0)), float(config.get("flower.wait", 600.0))
     engine = GridEngine(grid, parts.run, timeout=timeout, wait=wait)
     dataset, partition = _data(engine, parts, config)
-    digest = network_digest(parts.network(dataset), parts.settings)
+    digest = network_digest(parts, dataset)
     for node in engine.gather(partition.clients):
         if node.network != digest:
-            raise ValueError(f"client {node.client} has another network than the server, or other initial weights")
+            raise ValueError(
+                f"client {node.client} has another network or task than the server, or other initial weights"
+            )
     output, resume = str(config["flower.output"]), bool(config["flower.resume"])
     if parts.experiment is None:
         _run_given(engine, parts, dataset, partition, output, resume)

@@ -234,10 +234,10 @@ def _stepped_again(params: Any, buffers: Any, grads: Any, anchors: Any, numbers:
     lists = (params, buffers or None, grads, anchors or None)
     if not plain_eager() or any(x is not None and type(x) is not Prepared for x in lists):
         return False
-    known = params.again
+    known, others = params.again, lists[1:]  # without itself, or only the garbage collector would free it
     # By identity: lists are compared element by element otherwise.
-    if known is None or known[0][4] != numbers or any(a is not b for a, b in zip(known[0], lists, strict=False)):
-        params.again = known = ((*lists, numbers), _call_of(lists, numbers))
+    if known is None or known[0][3] != numbers or any(a is not b for a, b in zip(known[0], others, strict=False)):
+        params.again = known = ((*others, numbers), _call_of(lists, numbers))
     if known[1].numel() == 0:
         return False
     _step_again.overload(known[1])

@@ -323,3 +323,42 @@ def test_a_layer_of_pfedla_that_nobody_has_a_weight_for_is_the_clients_own(turn:
 def test_options_out_of_range_are_refused(name: str, option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} is"):
         METHODS[name](**{option: value})
+
+
+@pytest.fixture(scope="module")
+def populations() -> tuple[Dataset, Partition]:
+    """Six clients; to the last three the classes are the other way round."""
+    y = torch.arange(360) % 3
+    x = torch.randn(360, 4, generator=torch.Generator().manual_seed(0)) + 2 * torch.eye(4)[y]
+    told = torch.where(torch.arange(360) < 180, y, 2 - y)
+    dataset = Dataset("points", x, told, ("a", "b", "c"), torch.zeros(360, dtype=torch.bool))
+    train, test = (tuple(torch.arange(60 * k + a, 60 * k + b) for k in range(6)) for a, b in ((0, 40), (40, 60)))
+    none = torch.empty(0, dtype=torch.int64)
+    return dataset, Partition(train, (none,) * 6, test, none, torch.cat(test))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ifca", {"clusters": 2}),
+        ("fedem", {"components": 2}),
+        ("cfl", {"first_cut": 5, "eps1": 0.1, "eps2": 0.3}),
+        ("fedamp", {"sigma": 10.0}),
+        ("fedpac", {}),
+        ("pfedla", {"server_lr": 2.0}),
+    ],
+)
+def test_two_populations_are_told_apart(
+    name: str, options: dict[str, Any], populations: tuple[Dataset, Partition]
+) -> None:
+    """One model for both is right for hardly more than one of them; two are for most samples of both."""
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    found = {}
+    for label, own in (("fedavg", {}), (name, options)):
+        run = Federation(METHODS[label](lr=0.1, batch_size=4, **own), network, *populations, Settings(rounds=15))
+        (test,) = (splits["test"] for splits in run.run()[-1]["models"].values())
+        found[label] = test["accuracy"]["mean"]
+    assert found["fedavg"] < 0.7 and found[name] > 0.75
+    if name == "cfl":
+        assert run.server["cluster"].tolist() in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])

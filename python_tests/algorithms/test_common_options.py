@@ -211,3 +211,10 @@ def test_every_method_takes_the_options_or_says_why_not(name: str, small: tuple[
         found = [_run(METHODS[name](**{**given, **some}), *small) for some in changed]
         assert any(not torch.equal(x, plain) for x in found), f"{option} changes nothing"
         assert all(bool(x.isfinite().all()) for x in found)
+
+
+def test_steps_that_python_decides_on_are_not_recorded(turn: Turn) -> None:
+    """A CUDA graph replays one step: another step size, Adam's count, a nest of inputs would not be in it."""
+    for options, recorded in (({}, True), ({"optimizer": "adam"}, False), ({"lr_steps": "cosine"}, False)):
+        method = FedAvg(lr=LR, **options)  # type: ignore[arg-type]
+        assert Steps(turn(method)[1], method)._is_the_same_every_time() == recorded

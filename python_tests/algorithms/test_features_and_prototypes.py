@@ -245,6 +245,16 @@ def test_fedas_aligns_the_received_representation_to_its_own_features(turn: Turn
     torch.testing.assert_close(sent["fisher"], fisher[None], rtol=1e-12, atol=0)
 
 
+def test_fedas_has_nothing_to_align_to_in_a_clients_first_turn(turn: Turn) -> None:
+    runtime, client = turn(FedAS(**QUICK, align_lr=0.3))
+    received = runtime.server["representation"] + 0.1
+    w = torch.cat([received, client["personal"][HEAD]])
+    for batch in client.batches(4):
+        w = w - LR * slope(lambda w, b=batch: F.cross_entropy(logits_of(w, b.inputs), b.targets), w)[0]
+    runtime.method.train(client, {"representation": received})
+    torch.testing.assert_close(client["personal"], w, rtol=0, atol=1e-13)
+
+
 def test_fedas_weighs_clients_by_what_they_learnt(network: nn.Module) -> None:
     server = server_of(network, representation=torch.zeros(2, dtype=torch.float64))
     sent = [

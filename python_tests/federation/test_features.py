@@ -147,6 +147,35 @@ def test_a_predictor_is_evaluated_as_a_state_is(dataset: Dataset, partition: Par
     assert models["personal"]["global_test"]["accuracy"]["mean"] == models["global"]["global_test"]["accuracy"]
 
 
+@dataclass(frozen=True)
+class _Louder(FedAvg):
+    """FedAvg whose personal model triples the logits."""
+
+    name = "louder"
+
+    def models(self, client: Client, received: Mapping[str, Tensor]) -> Models:
+        def predict(model: WorkingModel, inputs: Inputs) -> Tensor:
+            model.load(received["model"])
+            return 3 * model(inputs)
+
+        return {"personal": predict}
+
+
+def test_what_a_predictor_returns_is_what_is_evaluated(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    run = Federation(_Louder(lr=0.1), network, dataset, partition, Settings(rounds=1))
+    models = _told(run.run())
+    run.server.model.load(run.server["model"])
+    x, y = dataset.batch(partition.test[2])
+    run.server.model.module.eval()
+    expected = float(F.cross_entropy(3 * run.server.model(x), y).detach())
+    assert run.client_results[2].metrics["personal", "test"]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert models["personal"]["test"]["accuracy"] == models["global"]["test"]["accuracy"]
+    with pytest.raises(ValueError, match="the personal model of this method is not one network's weights"):
+        run.personal_model(2)
+
+
 # ---- clients that a method selects -----------------------------------------------------------------------------------
 
 

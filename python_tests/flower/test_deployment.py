@@ -20,6 +20,7 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.experiment import Experiment
 from pfl_ext.federation import Federation, stream
 from pfl_ext.flower.state import NodeFiles
+from pfl_ext.reports import read_config
 
 NODES = 2
 OPTIONS = ["--clients", "2", "--rounds", "2", "--lr", "0.1", "--network", "mlp", "--checkpoint-every", "1"]
@@ -87,8 +88,8 @@ def test_nodes_with_their_own_data_and_a_superlink_that_is_killed_give_the_bits_
         said = run.run("flwr", "run", "app", "clinics", "--stream", "--run-config", more, timeout=300)
         assert "round 2" in said and "round 1:" not in said and "done after round 2" in said
         assert "goes on with" not in said  # every node had its copy
-    sections = json.loads((tmp_path / "app/results/config.json").read_text())
-    experiment = Experiment.from_sections(sections)
+    config = read_config(tmp_path / "app/results")
+    experiment = Experiment.from_sections({name: table for name, table in config.items() if isinstance(table, dict)})
     dataset, partition = _together(tmp_path, experiment)
     whole = Federation(
         experiment.make_method(), experiment.make_network(dataset), dataset, partition, experiment.settings
@@ -121,7 +122,7 @@ def test_flwr_run_in_simulation_leaves_the_results_of_pfl_ext_run(
     lines = (plain / "metrics.jsonl").read_text().splitlines()
     told = [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
     assert _records(tmp_path) == told
-    assert (ours / "config.json").read_text() == (plain / "config.json").read_text()
+    assert (ours / "config.toml").read_text() == (plain / "config.toml").read_text()
     for name in ("partition.safetensors", "checkpoints/checkpoint-00000002.safetensors"):
         both = [load_file(folder / name) for folder in (ours, plain)]
         assert both[0].keys() == both[1].keys()
