@@ -6,8 +6,11 @@ column and its row say together:
 ==============  ========================================================================================================
 file            the configuration file, of ``configs/PAPER``, whose runs it is of
 point           of a sweep, the values of its options there, such as ``{alpha = 0.1}``
+small           other values of them in the scaled-down file
 method          the method or variant of that file
-value           ``result`` (default), ``user``, ``trained`` or ``communicated`` (parameters, in millions), ``rounds``
+value           ``result`` (default), ``user``, ``trained`` or ``communicated`` (parameters, in millions), ``rounds``,
+                ``speedup``: of the virtual time to the accuracy ``target`` by the ``protocol`` (default: wait-free; an
+                asynchronous run has its own) against compute-and-wait of the method ``against`` (default: itself)
 model           ``personal``, ``global``, or ``own``: personal, else global; ``generic``: global, else personal
 split           ``test``, ``global_test``, or an extra test set
 statistic       over the clients: a key of :func:`pfl_ext.metrics.summarize`
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from .experiment import Experiment
 from .metrics import scale_of
 from .options import nearest
 from .reports import ResultsFolder, Spread, per_user, rounds_to_converge
+from .reports.virtual_time import Timed
 from .toml import read_toml
 
 __all__ = ["Item", "Runs", "item_of", "papers"]
@@ -58,6 +62,8 @@ class Item:
     paper: str
     name: str
     content: Mapping[str, Any]
+    small: bool = False
+    """Whether it is filled from the scaled-down files."""
 
     @property
     def title(self) -> str:
@@ -86,8 +92,16 @@ class Item:
         common = {
             name: value for name, value in self.content.items() if name not in ("title", "columns", "rows", "kind")
         }
-        point = {**common.get("point", {}), **column.get("point", {}), **row.get("point", {})}
+        point: dict[str, Any] = {}
+        for of in (common, column, row):
+            point |= of.get("point", {})
+            point |= of.get("small", {}) if self.small else {}
         return {**common, **column, **row, "point": point}
+
+    def shown(self, of: Mapping[str, Any]) -> str:
+        """The name of a row or column; with the values of the scaled-down file where they are others."""
+        here = ", ".join(f"{name.rpartition('.')[2]} = {value}" for name, value in of.get("small", {}).items())
+        return f"{of['name']} (here {here})" if self.small and here else str(of["name"])
 
     def asked(self) -> dict[str, list[Any]]:
         """The values of options that its cells are at."""
@@ -99,10 +113,10 @@ class Item:
                         found[name].append(value)
         return found
 
-    def files(self, small: bool) -> dict[str, Path]:
+    def files(self) -> dict[str, Path]:
         """The configuration files that it needs, by their names in it."""
         named = dict.fromkeys(str(self.cell(row, column)["file"]) for row in self.rows for column in self.columns)
-        suffix = "-small" if small else ""
+        suffix = "-small" if self.small else ""
         return {name: _configs() / self.paper / f"{name}{suffix}.toml" for name in named}
 
 
@@ -114,8 +128,8 @@ def papers() -> dict[str, dict[str, Item]]:
     return found
 
 
-def item_of(paper: str, name: str) -> Item:
-    """One of them.
+def item_of(paper: str, name: str, small: bool = False) -> Item:
+    """One of them, at the paper's size or scaled down.
 
     Raises:
         ValueError: there is none; the nearest names are suggested.
@@ -126,7 +140,7 @@ def item_of(paper: str, name: str) -> Item:
     if name not in every[paper]:
         close = nearest(name, every[paper])
         raise ValueError(f"{paper} has no {name!r} here{close}; it has {', '.join(every[paper])}")
-    return every[paper][name]
+    return replace(every[paper][name], small=small)
 
 
 class Runs:
@@ -179,6 +193,8 @@ class Runs:
         folders = self.of(cell["method"], cell["point"])
         if not folders:
             return None
+        if cell.get("value") == "speedup":
+            return self._speedup(cell, folders)
         if cell.get("value") == "user":
             return _of_users(folders, str(cell["user"]), cell.get("column", f"personal/test/{self.metric}"))
         found = [pair for folder in folders if (pair := _one(folder, cell, self.metric)) is not None]
@@ -187,7 +203,27 @@ class Runs:
         mean = float(np.mean([value for value, _ in found]))
         if cell.get("spread") == "clients":
             return Spread(mean, float(np.mean([over_clients for _, over_clients in found])))
-        return mean if len(found) == 1 else Spread(mean, float(np.std([value for value, _ in found], ddof=1)))
+        return _spread([value for value, _ in found])
+
+    def _speedup(self, cell: Mapping[str, Any], folders: Sequence[ResultsFolder]) -> Spread | float | None:
+        """How much sooner the target is reached; None where a seed does not reach it."""
+        slow = self.of(cell.get("against", cell["method"]), cell["point"])
+        found = []
+        for one, other in zip(folders, slow, strict=False):
+            times = []
+            for folder, protocol in ((other, "compute-and-wait"), (one, cell.get("protocol", "wait-free"))):
+                timed = Timed(folder.path, {})
+                times.append(timed.seconds(timed.fixed or protocol, [cell["target"]], "personal")[0])
+            if None in times:
+                return None
+            found.append(times[0] / times[1])
+        return _spread(found) if found else None
+
+
+def _spread(values: Sequence[float]) -> Spread | float:
+    """The mean of the seeds, with their spread where there are several."""
+    mean = float(np.mean(values))
+    return mean if len(values) == 1 else Spread(mean, float(np.std(values, ddof=1)))
 
 
 def _matches(
@@ -207,7 +243,7 @@ def _matches(
         section, _, label = section.partition(".")
         if label and label != method:
             continue
-        tables = [section] if section else ["partition", "federation", "method"]
+        tables = [section] if section else ["data", "partition", "federation", "method"]
         found = [sections[table][rest] for table in tables if rest in sections[table]]
         varied = any(option.rpartition(".")[2] == rest for option in at.values)
         if found and not (found[0] == value if varied else value == _nearest(found[0], asked[name])):

@@ -27,7 +27,6 @@ class Request:
     """A table or figure to be made; None lists what there is."""
 
     item: Item | None
-    small: bool
     folder: Path
     run: bool
     plots: bool
@@ -56,15 +55,15 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument("--no-plots", action="store_true", help="draw nothing")
     given, rest = parser.parse_known_args(list(arguments))
     if given.list:
-        return Request(None, False, Path(), False, False, ())
+        return Request(None, Path(), False, False, ())
     if given.name is None or given.item is None:
         raise UsageError(f"name a paper and a table or figure: {', '.join(papers())}; pfl-ext paper --list shows all")
     for refused in ("--config", "--vary"):
         if any(word == refused or word.startswith(f"{refused}=") for word in rest):
             raise UsageError(f"{refused}: the files of a paper's table are given")
-    item = item_of(given.name, given.item)
+    item = item_of(given.name, given.item, given.small)
     folder = given.output or Path("results") / f"{item.paper}-{item.name}{'-small' if given.small else ''}"
-    return Request(item, given.small, folder, not given.no_run, not given.no_plots, tuple(rest))
+    return Request(item, folder, not given.no_run, not given.no_plots, tuple(rest))
 
 
 def execute(request: Request) -> int:
@@ -74,7 +73,7 @@ def execute(request: Request) -> int:
             print("\n".join([paper, *(f"  {name:9} {item.title}" for name, item in items.items())]))
         return 0
     item, folder = request.item, request.folder
-    files = item.files(request.small)
+    files = item.files()
     if request.run:
         _run(request, files)
     runs = {name: Runs(path, folder / name, item.asked()) for name, path in files.items()}
@@ -105,15 +104,15 @@ def _rows(item: Item, runs: dict[str, Runs]) -> tuple[list[dict[str, Any]], list
     """The table's rows, ours and the paper's in columns side by side; and (row, column, ours, printed) of each cell."""
     rows, cells = [], []
     for row in item.rows:
-        shown: dict[str, Any] = {"": row["name"]}
+        shown: dict[str, Any] = {"": item.shown(row)}
         printed = row.get("printed", [""] * len(item.columns))
         for column, number in zip(item.columns, printed, strict=True):
             cell = item.cell(row, column)
             ours = runs[cell["file"]].value(cell)
-            shown[column["name"]] = ours
+            shown[item.shown(column)] = ours
             if any("printed" in other for other in item.rows):
                 shown[f"{column['name']}, paper"] = number or None
-            cells.append((str(row["name"]), str(column["name"]), ours, number))
+            cells.append((item.shown(row), item.shown(column), ours, number))
         rows.append(shown)
     return rows, cells
 

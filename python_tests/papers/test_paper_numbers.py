@@ -17,7 +17,7 @@ from pfl_ext.configuration import Configuration
 from pfl_ext.experiment import Experiment
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PAPER = sorted(path for path in CONFIGS.rglob("*.toml") if not path.stem.endswith("-small"))
+PAPER = sorted(path for path in CONFIGS.glob("*/*.toml") if not path.stem.endswith("-small"))
 
 Numbers = Mapping[str, Any]
 """What all methods of a file have, by ``section.option``; ``method.NAME.option`` is of the method NAME alone."""
@@ -155,6 +155,10 @@ EXPECTED: dict[str, Numbers] = {
     "perada/table1-officehome": _OFFICE,
     "perada/table1-chexpert": _CHEXPERT | {"partition.alpha": 0.3},
     "perada/table2": _CIFAR | {"method.feddf.kd_steps": 500, "method.feddf.kd_batch_size": 2048},
+    "perada/figure4-data": _CIFAR | {"method.PerAda.kd_steps": 100},
+    "perada/figure4-sources": _CIFAR | {"method.PerAda.kd_steps": 100, "data.auxiliary": {"cifar100", "server"}},
+    "perada/figure4-steps": {k: v for k, v in _CIFAR.items() if k != "method.PerAda.kd_steps"},
+    "perada/figure7": {k: v for k, v in _CIFAR.items() if not k.endswith(".lam")},
     "perada/table3": _CHEXPERT | {"partition.alpha": {1.0, 0.3}},
     "perada/table4": _PRIVATE | {"federation.dp_noise": {0.0, 0.8, 1.0, 1.5}},
     "scd/table1": _R18 | {"partition.alpha": {1.0, 0.5, 0.1}},

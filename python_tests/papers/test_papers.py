@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pfl_ext.cli import main
-from pfl_ext.papers import Item, Runs, papers
+from pfl_ext.papers import Item, Runs, item_of, papers
 from pfl_ext.reports import Spread
 from pfl_ext.reports.beside import number_of
 
@@ -21,7 +21,7 @@ def _id(item: Item) -> str:
 
 @pytest.mark.parametrize("item", ITEMS, ids=_id)
 def test_every_cell_is_of_a_run_that_the_papers_file_makes(item: Item, tmp_path: Path) -> None:
-    runs = {name: Runs(path, tmp_path, item.asked()) for name, path in item.files(small=False).items()}
+    runs = {name: Runs(path, tmp_path, item.asked()) for name, path in item.files().items()}
     for row in item.rows:
         assert len(row.get("printed", item.columns)) == len(item.columns), row["name"]
         for column in item.columns:
@@ -31,7 +31,8 @@ def test_every_cell_is_of_a_run_that_the_papers_file_makes(item: Item, tmp_path:
 
 @pytest.mark.parametrize("item", ITEMS, ids=_id)
 def test_every_table_has_scaled_down_files_that_fill_some_of_it(item: Item, tmp_path: Path) -> None:
-    files = item.files(small=True)
+    item = item_of(item.paper, item.name, small=True)
+    files = item.files()
     assert all(path.is_file() for path in files.values())
     runs = {name: Runs(path, tmp_path, item.asked()) for name, path in files.items()}
     cells = [item.cell(row, column) for row in item.rows for column in item.columns]
