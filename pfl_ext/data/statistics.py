@@ -26,8 +26,9 @@ def channel_statistics(inputs: Any) -> tuple[Tensor, Tensor]:
     if inputs.dtype == torch.uint8:
         # Through a histogram: exact, and without a floating-point copy of all images.
         values = torch.arange(256, dtype=torch.float64)
-        parts = inputs.parts() if isinstance(inputs, StoredTensor) else (inputs,)
-        histogram = torch.stack([_histogram(part) for part in parts]).sum(0).double().cpu()
+        histogram = torch.zeros(inputs.shape[1], 256, dtype=torch.float64)
+        for part in inputs.parts() if isinstance(inputs, StoredTensor) else (inputs,):
+            histogram += _histogram(part).cpu()  # kept one by one they would part the memory that large parts leave
         count = float(histogram[0].sum())
         mean = histogram @ values / count
         variance = (histogram * (values - mean[:, None]) ** 2).sum(1) / count
