@@ -92,6 +92,7 @@ class ClientRuntime:
         self.model = plan.working_model()
         self.server: Vectors = {}
         self._placed: dict[int, Rows] = {}
+        self._evaluated = -1  # the round in which a model was last loaded for an evaluation
         self._personal = "personal" in self.method.stages
         self._uplink: Uplink = ToHost(self.model.device) if self.settings.uploads == "host" else InThread()
         stays = self.model.stays
@@ -243,11 +244,14 @@ class ClientRuntime:
         found: Models = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
         return found | dict(self.method.models(client, received))
 
-    def _predictor(self, model: Tensor | Predictor) -> Callable[[Inputs], Tensor]:
+    def _predictor(self, model: Tensor | Predictor, round: int) -> Callable[[Inputs], Tensor]:
         """What makes outputs of inputs: the working model with this state, or what the method has in its place."""
         if isinstance(model, Tensor):
-            if not self.model.loaded(model):  # most clients are evaluated with the same global model
+            # Most clients are evaluated with the same global model, in a round: in workers another process writes the
+            # next one over it, in memory that they share, and no version of a tensor tells.
+            if round != self._evaluated or not self.model.loaded(model):
                 self.model.load(model)
+                self._evaluated = round
             return self.model
         return functools.partial(model, self.model)
 
@@ -258,7 +262,7 @@ class ClientRuntime:
         reply = Reply(client.index)
         outputs: dict[tuple[str, str], list[Tensor]] = {}
         for name, model in self.models(client, received).items():
-            predict = self._predictor(model)
+            predict = self._predictor(model, request.round)
             sets = {split: [(self.plan.dataset, getattr(client, split))] for split in splits}
             if s.personal_global_test and (name == "personal" or (name == "global" and s.prediction_distance)):
                 # Extra test sets once: CIFAR-10-C has 950,000 images, for every client's model.
