@@ -285,6 +285,22 @@ def test_the_teacher_of_a_run_of_one_round_is_its_global_model_and_not_the_initi
     assert [result.report["teacher_round"] for result in run.client_results] == [1.0, 1.0, 1.0]
 
 
+def test_every_point_of_the_grid_is_tested_in_one_run_without_a_say_in_the_choice(turn: Turn) -> None:
+    reports = []
+    for tests in (False, True):
+        method = _persfl(temperatures=(1.0, 5.0), lambdas=(0.0, 0.5), grid_tests=tests)
+        runtime, client = turn(method, stage="finish")
+        method.personalize(client, {"model": runtime.server["model"]}, {})
+        reports.append(dict(client.report))
+        chosen = client["personal"]
+    tested = {name: value for name, value in reports[1].items() if name.startswith("test_accuracy")}
+    assert list(tested) == [f"test_accuracy, T = {t}, lambda = {x}" for t, x in ((1, 0), (1, 0.5), (5, 0.5))]
+    assert {name: value for name, value in reports[1].items() if name not in tested} == reports[0]
+    client.model.load(chosen)
+    place = f"test_accuracy, T = {reports[1]['temperature']:g}, lambda = {reports[1]['lambda']:g}"
+    assert tested[place] == client.metrics(client.test)["accuracy"]
+
+
 def test_persfl_without_validation_data_is_refused(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     empty = tuple(part[:0] for part in partition.validation)
     with pytest.raises(ValueError, match="3 of 3 clients have none"):
