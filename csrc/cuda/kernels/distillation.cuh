@@ -427,22 +427,23 @@ __device__ inline double share_sum(int64_t count, Value value) {
 }
 
 // What a row counts (a label, for the multi-label form) in the normalizer.
-template <typename A>
+template <typename A, bool kMultilabel>
 __device__ inline double counted(const DistillationArguments& args, int64_t i) {
-  if (!args.options.multilabel) {
+  if constexpr (!kMultilabel) {
     const RowState<A> state = row_state<A>(args, i);
     return state.kept ? static_cast<double>(state.weight) : 0.0;
+  } else {
+    const bool counts =
+        args.target == nullptr || static_cast<const A*>(args.target)[i] != static_cast<A>(args.options.ignore_index);
+    return counts ? static_cast<double>(row_state<A>(args, i / args.classes).weight) : 0.0;
   }
-  const bool counts =
-      args.target == nullptr || static_cast<const A*>(args.target)[i] != static_cast<A>(args.options.ignore_index);
-  return counts ? static_cast<double>(row_state<A>(args, i / args.classes).weight) : 0.0;
 }
 
 // normalizer = the weights of all rows (labels, for the multi-label form) that count; or, of many, pieces of the sum.
-template <typename A>
+template <typename A, bool kMultilabel>
 __global__ void __launch_bounds__(kReduceThreads) count_kernel(const __grid_constant__ DistillationArguments args) {
-  const int64_t count = args.rows * (args.options.multilabel ? args.classes : 1);
-  const double sum = share_sum(count, [&](int64_t i) { return counted<A>(args, i); });
+  const int64_t count = args.rows * (kMultilabel ? args.classes : 1);
+  const double sum = share_sum(count, [&](int64_t i) { return counted<A, kMultilabel>(args, i); });
   if (threadIdx.x != 0) return;
   if (gridDim.x > 1) {
     args.pieces[blockIdx.x] = sum;
@@ -506,7 +507,7 @@ void launch_distillation(DType dtype, const DistillationArguments& args, Launch 
   const int64_t none = 0;
   if (args.count_divisor) {
     const int64_t pieces = sum_pieces(args.rows * (args.options.multilabel ? args.classes : 1));
-    launch(count_kernel<A>, pieces, kReduceThreads, none, args);
+    launch(args.options.multilabel ? count_kernel<A, true> : count_kernel<A, false>, pieces, kReduceThreads, none, args);
     if (pieces > 1) launch(pieces_kernel<A, true>, int64_t{1}, kReduceThreads, none, args, pieces);
   }
   if (args.rows > 0) {
