@@ -507,7 +507,8 @@ void launch_distillation(DType dtype, const DistillationArguments& args, Launch 
   const int64_t none = 0;
   if (args.count_divisor) {
     const int64_t pieces = sum_pieces(args.rows * (args.options.multilabel ? args.classes : 1));
-    launch(args.options.multilabel ? count_kernel<A, true> : count_kernel<A, false>, pieces, kReduceThreads, none, args);
+    launch(args.options.multilabel ? count_kernel<A, true> : count_kernel<A, false>, pieces, kReduceThreads, none,
+           args);
     if (pieces > 1) launch(pieces_kernel<A, true>, int64_t{1}, kReduceThreads, none, args, pieces);
   }
   if (args.rows > 0) {
