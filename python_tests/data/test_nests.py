@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nested_networks import Both, Pair
 from torch import Tensor, nn
 
 from pfl_ext.algorithms import Ditto, FedAvg
@@ -36,28 +37,6 @@ def _nest() -> dict[str, Any]:
 
 def _targets() -> Tensor:
     return torch.arange(N) % 3
-
-
-class Both(nn.Module):
-    """Takes an image and a text with its mask, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.tokens, self.head = nn.Linear(12, 4), nn.Embedding(7, 4), nn.Linear(5, 3)
-
-    def forward(self, image: Tensor, text: tuple[Tensor, Tensor], age: Tensor) -> dict[str, Tensor]:
-        """Logits of three classes."""
-        tokens, mask = text
-        found = self.image(image.flatten(1)) + (self.tokens(tokens) * mask[..., None]).sum(1)
-        return {"logits": self.head(torch.cat([found, age[:, None]], 1))}
-
-
-class Pair(Both):
-    """The same by place."""
-
-    def forward(self, image: Tensor, text: tuple[Tensor, Tensor], age: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The same, in a tuple."""
-        return super().forward(image, text, age)["logits"], age
 
 
 # ---- nests -----------------------------------------------------------------------------------------------------------

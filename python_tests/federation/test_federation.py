@@ -595,4 +595,4 @@ def test_a_method_has_at_most_nine_hooks() -> None:
     assert {"train", "aggregate"} < hooks and len(hooks) <= 9, sorted(hooks)
     # What is not called is a value or an option, or a property that follows from options.
     options = {field.name for field in dataclasses.fields(Method)}
-    assert public - hooks - options == {"private", "needs", "needs_validation", "stages", "buffer"}
+    assert public - hooks - options == {"private", "needs", "needs_validation", "refuses", "stages", "buffer"}

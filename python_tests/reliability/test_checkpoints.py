@@ -111,7 +111,7 @@ def test_a_header_with_a_good_digest_that_is_no_header_is_damage(tmp_path: Path,
         header["__metadata__"] |= {"content": content, "digest": digest}
 
     _change_header(path, change)
-    with pytest.raises(DamagedCheckpoint, match="its header"):
+    with pytest.raises(DamagedCheckpoint, match=r"its header|server/model is damaged"):  # a table without tensors
         checkpoint.load(path)
 
 

@@ -7,11 +7,22 @@ import os
 import resource
 import signal
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pfl_ext.commands.run", "pfl_ext.algorithms", "pfl_ext.data"])
+
+
+def _serve() -> None:
+    """Start the process that others are forked off: elsewhere, as it imports what is where it starts before all."""
+    here = os.getcwd()
+    os.chdir(os.sep)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
 
 
 def _run(arguments: Sequence[str], log: Path | None, file_size: int | None) -> None:
@@ -42,6 +53,7 @@ def start(arguments: Sequence[str], log: Path | None = None, file_size: int | No
         log: where its output goes.
         file_size: bytes that no file may exceed.
     """
+    _serve()
     process = _context.Process(target=_run, args=(list(arguments), log, file_size))
     process.start()
     return process
