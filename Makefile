@@ -132,7 +132,8 @@ ifeq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info >= (3, 11))'),Tru
 flower: build $(FLOWER_ENV)/tools ## the tests of Flower with the real one, FLOWER=1.42.0
 	$(FLOWER_PIP) $(PIP_FLAGS) --no-deps flwr==$(FLOWER)
 	$(FLOWER_PIP) --force-reinstall --no-deps $(WHEELS)/*.whl
-	$(FLOWER_ENV)/bin/python -m pytest -q python_tests/flower
+	# -P: not what is in this folder, which has no library, but what is installed.
+	$(FLOWER_ENV)/bin/python -P -m pytest -q python_tests/flower
 else
 flower: ## the tests of Flower with the real one, FLOWER=1.42.0
 	@echo "not run: Flower needs Python 3.11 or later, and $(PYTHON) is older"
