@@ -69,7 +69,7 @@ def test_the_toolkit_behind_a_wrapper_script_is_found(build, toolkit):
     root = toolkit()
     found, reason = build.decide_cuda("13.0")
     assert found.root == root.resolve()
-    assert found.libraries == root.resolve() / "lib64"
+    assert found.cudart == root.resolve() / "lib64" / "libcudart.so"
     assert reason == "torch has CUDA 13.0, nvcc is of CUDA 13.0"
 
 
