@@ -44,7 +44,7 @@ PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak cuda-check gpu-check gpu-report bench readme clean FORCE
+.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak soak-flower cuda-check gpu-check gpu-report bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -196,6 +196,11 @@ KILLS ?= 300
 
 soak: build ## hundreds of runs killed, stopped, without disk, two in a folder, each resumed to the same bits
 	$(BIN)/python python_tests/reliability/soak.py --kills $(KILLS)
+
+# Minutes a run: each message starts a process that imports torch.
+soak-flower: build $(FLOWER_ENV)/tools ## the server of a Flower deployment killed ten times, each run resumed to the same bits
+	$(FLOWER_PIP) --force-reinstall --no-deps $(WHEELS)/*.whl
+	$(FLOWER_ENV)/bin/python -P python_tests/reliability/soak_flower.py --kills 10
 
 cuda-check: build ## no register spills, no stack frames, every op registered by the CUDA library
 	$(BIN)/python .ci/cuda_check.py $(WHEELS)/log

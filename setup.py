@@ -110,7 +110,9 @@ class CudaToolkit:
             raise RuntimeError(f"{nvcc} --dryrun names no toolkit folder")
         self.root = Path(top[1].strip()).resolve()
         folders = [self.root / "lib64", self.root / "lib", *self.root.glob("targets/*/lib")]
-        self.libraries = next((f for f in folders if (f / "libcudart.so").exists()), None)
+        # PyPI's packages of the toolkit (docs/install.md) have the library under the name that programs load alone.
+        names = ("libcudart.so", f"libcudart.so.{self.version[0]}")
+        self.cudart = next((f / name for f in folders for name in names if (f / name).exists()), None)
 
     @property
     def architectures(self) -> set[str]:
@@ -140,7 +142,7 @@ def decide_cuda(torch_cuda: str | None) -> tuple[CudaToolkit | None, str]:
                 reason = f"nvcc is of CUDA {version}, torch of CUDA {torch_cuda}: the major versions must agree"
             elif found.version < OLDEST_CUDA:
                 reason = f"nvcc is of CUDA {version}; {'.'.join(map(str, OLDEST_CUDA))} or later is needed"
-            elif found.libraries is None:
+            elif found.cudart is None:
                 reason = f"the toolkit in {found.root} has no libcudart.so"
             else:
                 toolkit, reason = found, f"torch has CUDA {torch_cuda}, nvcc is of CUDA {version}"
@@ -303,7 +305,7 @@ class BuildNative(build_ext):
                 file.build(folder / "cuda" / f"{source.stem}.o", "nvcc", [source], [*stable, "-DUSE_CUDA"])
                 for source in sources("cuda", "*.cu")
             ]
-            libcuda = [*libtorch, "-ltorch_cuda", f"-L{toolkit.libraries}", "-lcudart"]
+            libcuda = [*libtorch, "-ltorch_cuda", f"-L{toolkit.cudart.parent}", f"-l:{toolkit.cudart.name}"]
             file.build(outputs["_C_cuda"], "link", cuda_objects, libcuda)
             info["cuda"] = {
                 "version": ".".join(map(str, toolkit.version)),

@@ -39,12 +39,12 @@ def clean_environment(monkeypatch):
 def toolkit(tmp_path, monkeypatch):
     """A toolkit's folder with an nvcc that only answers questions, and a wrapper for it alone on PATH."""
 
-    def make(release="13.0", libcudart=True) -> Path:
+    def make(release="13.0", libcudart="libcudart.so") -> Path:
         root = tmp_path / "toolkit"
         (root / "bin").mkdir(parents=True)
         (root / "lib64").mkdir()
         if libcudart:
-            (root / "lib64" / "libcudart.so").touch()
+            (root / "lib64" / libcudart).touch()
         nvcc = root / "bin" / "nvcc"
         nvcc.write_text(
             "#!/bin/sh\n"
@@ -69,8 +69,14 @@ def test_the_toolkit_behind_a_wrapper_script_is_found(build, toolkit):
     root = toolkit()
     found, reason = build.decide_cuda("13.0")
     assert found.root == root.resolve()
-    assert found.libraries == root.resolve() / "lib64"
+    assert found.cudart == root.resolve() / "lib64" / "libcudart.so"
     assert reason == "torch has CUDA 13.0, nvcc is of CUDA 13.0"
+
+
+def test_a_toolkit_of_packages_which_has_the_library_under_its_loaders_name_alone_will_do(build, toolkit):
+    root = toolkit(libcudart="libcudart.so.13")
+    found, _ = build.decide_cuda("13.0")
+    assert found.cudart == root.resolve() / "lib64" / "libcudart.so.13"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def test_the_toolkit_behind_a_wrapper_script_is_found(build, toolkit):
         (None, {}, "this torch is a build without CUDA"),
         ("12.8", {}, "nvcc is of CUDA 13.0, torch of CUDA 12.8: the major versions must agree"),
         ("12.0", {"release": "12.0"}, "nvcc is of CUDA 12.0; 12.1 or later is needed"),
-        ("13.0", {"libcudart": False}, "has no libcudart.so"),
+        ("13.0", {"libcudart": ""}, "has no libcudart.so"),
         ("13.0", {"release": "unknown"}, "names no release"),
     ],
 )
@@ -225,6 +231,26 @@ def test_the_makefile_installs_the_extra_dev_and_constraints_pin_it(project):
     assert installed == packages(project, "dev") | needed
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert installed <= pinned
+
+
+# ---- what a public repository's CI would run -------------------------------------------------------------------------
+
+
+def test_the_workflows_run_what_there_is():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    files = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    assert [path.stem for path in files] == ["docs", "tests", "wheels"]
+    made, scripts = re.findall(r"run: make ([a-z-]+)", text), re.findall(r"(\.ci/[\w.]+)", text)
+    assert {"site", "test"} <= set(made) <= targets
+    assert scripts and all((ROOT / script).exists() for script in scripts)
+
+
+def test_wheels_are_built_with_the_torch_that_is_tested(project):
+    script = (ROOT / ".ci/wheel_toolkit.sh").read_text(encoding="utf-8")
+    found = re.search(r"sed -n '(s/.+/p)' Makefile", script)
+    done = subprocess.run(["sed", "-n", found[1], ROOT / "Makefile"], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"torch==\d+\.\d+\.\d+\n", done.stdout)
 
 
 # ---- what a build records --------------------------------------------------------------------------------------------

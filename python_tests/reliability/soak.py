@@ -1,8 +1,8 @@
 """Hundreds of faults: runs killed at random moments, stopped as a group, without disk, two in a folder.
 
-Over one process and two workers, stores in memory and in files, and nine methods, two of them asynchronous. Every run
-is resumed until its end and compared with an unbroken one to the bit. Ends with counts; with status 1 if anything
-differed.
+Over one process, two workers and two ranks of torchrun, stores in memory and in files, and nine methods, two of them
+asynchronous. Every run is resumed until its end and compared with an unbroken one to the bit. Ends with counts; with
+status 1 if anything differed. ``soak_flower.py`` has the same for Flower.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ def main() -> int:
     """Run until there were as many kills as asked for, a few other faults between them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=300, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--rank-kills", type=int, default=60, help="how many more under torchrun (default: %(default)s)"
+    )
     parser.add_argument("--faults", type=int, default=40, help="how many others, of four kinds (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30), help="of the moments")
     arguments = parser.parse_args()
@@ -49,6 +52,16 @@ def main() -> int:
             counts.update({"kills": done, "runs": 1, f"kills with {workers} worker(s), {store}": done})
             found += [f"{label}: {what}" for what in kills.differences(whole[method], path)]
             print(f"{counts['kills']} kills in {counts['runs']} runs, {len(found)} differences: {label}", flush=True)
+        methods = [method for method in sorted(kills.MORE_CASES) for _ in ("memory", "mapped")]
+        for number, (method, store) in enumerate(itertools.cycle(zip(methods, itertools.cycle(("memory", "mapped"))))):
+            left = arguments.rank_kills - counts["kills of ranks"]
+            if left <= 0:
+                break
+            path, case = folder / f"ranks{number}", kills.MORE_CASES[method]
+            done = kills.ranks_killed_and_resumed(case, path, min(left, 4), moments, store=store)
+            counts.update({"kills of ranks": done, "runs on ranks": 1})
+            found += [f"{method}, ranks, {store}: {what}" for what in kills.differences(whole[method], path)]
+            print(f"{counts['kills of ranks']} kills of ranks, {len(found)} differences: {method}, {store}", flush=True)
         for number in range(arguments.faults):
             fault, method = _FAULTS[number % len(_FAULTS)], moments.choice(sorted(kills.MORE_CASES))
             path, store = folder / f"fault{number}", moments.choice(("memory", "mapped"))

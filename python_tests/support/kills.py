@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -124,6 +127,83 @@ def killed_and_resumed(case: Case, folder: Path, most: int, moments: random.Rand
                 continue
         assert ended(process) == 0, log.read_text()
         return kills
+
+
+def ranks_of(torchrun: int) -> dict[int, int]:
+    """The processes that a torchrun has started, by rank, as their environments have it."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # one may end while it is looked at
+            parent = re.search(r"^PPid:\s+(\d+)$", (folder / "status").read_text(), re.MULTILINE)
+            variables = dict(
+                entry.split("=", 1) for entry in (folder / "environ").read_text().split("\0") if "=" in entry
+            )
+            if parent is not None and int(parent[1]) == torchrun:
+                found[int(variables["RANK"])] = int(folder.name)
+    return found
+
+
+@contextlib.contextmanager
+def _torchrun(command: Sequence[str], folder: Path, ranks: int, restarts: int) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun with its ranks; none of them is left at the end."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with folder.with_suffix(".log").open("ab") as log:
+        process = subprocess.Popen(
+            [*launch, "--max-restarts", str(restarts), "-m", "pfl_ext", *command],
+            cwd=folder.parent,  # not the tree's: the installed package is what runs
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        left = ranks_of(process.pid)
+        process.kill()
+        process.wait()
+        for pid in left.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def ranks_killed_and_resumed(
+    case: Case, folder: Path, most: int, moments: random.Random, ranks: int = 2, **more: object
+) -> int:
+    """Likewise under torchrun: one rank is killed, which torchrun answers by starting all again, or all at once.
+
+    Returns:
+        how often something was killed.
+    """
+    kills, begun, log = 0, False, folder.with_suffix(".log")
+    while True:
+        resume = ["--resume"] if begun else []
+        with _torchrun([*case.command(folder, **more), *resume], folder, ranks, restarts=most) as process:
+            everything = False
+            while kills < most and process.poll() is None and not everything:
+                ahead = min(records(folder) + moments.randint(0, 4), case.rounds)
+                end = time.monotonic() + _LIMIT
+                while process.poll() is None and (records(folder) < ahead or len(ranks_of(process.pid)) < ranks):
+                    assert time.monotonic() < end, f"it hangs: {log.read_text()[-3000:]}"
+                    time.sleep(0.01)
+                time.sleep(moments.uniform(0, 0.15))
+                alive = ranks_of(process.pid)
+                everything = moments.random() < 0.3
+                if everything:
+                    process.kill()  # torchrun itself first, so that it restarts nobody
+                for rank in alive if everything else [moments.choice(sorted(alive))] if alive else []:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(alive[rank], signal.SIGKILL)
+                kills += bool(alive) or everything
+                begun = begun or folder.exists()
+            if everything:
+                continue
+            try:
+                status = process.wait(_LIMIT)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"it hangs: {log.read_text()[-3000:]}") from None
+            assert status == 0, log.read_text()[-3000:]
+            return kills
 
 
 def differences(one: Path, other: Path) -> list[str]:
