@@ -248,9 +248,12 @@ FAMILIES := averaging spectral sharpness distillation proximal
 bench: build ## all benchmarks at full size, into benchmarks/results
 	for family in $(FAMILIES); do $(BIN)/pfl-ext bench $$family --output benchmarks/results || exit 1; done
 
-readme: build ## the README's tables from benchmarks/results
-	for family in $(FAMILIES); do test ! -f benchmarks/results/$$family.csv || \
-	  $(BIN)/pfl-ext bench $$family --output benchmarks/results --readme README.md || exit 1; done
+readme: build ## the README's table and the pages of docs/benchmarks, from benchmarks/results
+	for family in $(FAMILIES) federation; do \
+	  $(BIN)/pfl-ext bench $$family --output benchmarks/results --readme docs/benchmarks/$$family.md || exit 1; done
+	$(BIN)/pfl-ext bench federation --memory --output benchmarks/results --readme docs/benchmarks/federation.md
+	$(BIN)/pfl-ext bench goals --output benchmarks/results --readme docs/benchmarks/index.md
+	$(BIN)/pfl-ext bench goals --summary --output benchmarks/results --readme README.md
 
 clean: ## remove what was built; environments stay
 	rm -rf build dist *.egg-info pfl_ext/*.so pfl_ext/_build.json $(VENV)/installed
