@@ -44,7 +44,6 @@ python_use_unqualified_type_names = True
 toc_object_entries = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_use_ivar = True
 viewcode_line_numbers = True
 
 html_theme = "furo"
