@@ -1,6 +1,6 @@
-"""The built site by itself: every link leads to a file and an anchor, every page is in the navigation, nothing is loaded.
+"""The built site by itself: links lead to files and anchors, every page is linked, nothing is loaded from elsewhere.
 
-    python .ci/site_check.py build/site
+python .ci/site_check.py build/site
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Page(HTMLParser):
     """Links, anchors and loaded files of a page."""
 
     def __init__(self, path: Path) -> None:
+        """Of a file."""
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()
@@ -73,5 +74,7 @@ def problems(site: Path) -> list[str]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     wrong = problems(folder)
-    print("\n".join(wrong) or f"{sum(1 for _ in folder.rglob('*.html'))} pages: links lead somewhere, nothing is loaded")
+    print(
+        "\n".join(wrong) or f"{sum(1 for _ in folder.rglob('*.html'))} pages: links lead somewhere, nothing is loaded"
+    )
     raise SystemExit(bool(wrong))

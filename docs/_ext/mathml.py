@@ -39,5 +39,6 @@ def _displayed(translator: HTML5Translator, node: nodes.math_block) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
     app.add_html_math_renderer("mathml", (_inline, None), (_displayed, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

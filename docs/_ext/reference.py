@@ -44,7 +44,7 @@ NOT_FOR_CALLERS = ("pfl_ext.__main__", "pfl_ext.commands", "pfl_ext.printed", "p
 """No interface of Python: the command line, the papers' files, the benchmarks."""
 
 
-# ---- the Python reference ----------------------------------------------------------------------------------------------
+# ---- the Python reference --------------------------------------------------------------------------------------------
 
 
 def modules() -> Iterator[ModuleType]:
@@ -96,7 +96,7 @@ def _entry(module: ModuleType, name: str, value: Any) -> list[str]:
         return [*lines, ""]
     if _is_code(value):
         return [f".. autofunction:: {path}", ""]
-    text = [line for line in _comment(name, value)]
+    text = _comment(name, value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         text += ["", "Keys: " + ", ".join(f"``{key}``" for key in value)]
     elif isinstance(value, tuple | int | str | float) and len(repr(value)) < 200:
@@ -160,11 +160,13 @@ def python_pages() -> dict[str, str]:
     listed = [f"   {title} <{name}>" for name, title in PACKAGES.items()]
     rows = [f"   * - :doc:`{name}`\n     - {title}" for name, title in PACKAGES.items()]
     head = [*_heading("Python reference", "="), "Made of the docstrings. Every page lists what its module exports.", ""]
-    texts["index"] = "\n".join([*head, ".. toctree::", "   :hidden:", "", *listed, "", ".. list-table::", "", *rows, ""])
+    texts["index"] = "\n".join(
+        [*head, ".. toctree::", "   :hidden:", "", *listed, "", ".. list-table::", "", *rows, ""]
+    )
     return texts
 
 
-# ---- the options of methods and settings -------------------------------------------------------------------------------
+# ---- the options of methods and settings -----------------------------------------------------------------------------
 
 
 def _signature(
@@ -198,7 +200,19 @@ def _option_table(app: Sphinx, what: str, name: str, value: Any, options: Any, l
         lines += ["And those of every method: :class:`~pfl_ext.federation.Method`.", ""]
 
 
-# ---- commands ----------------------------------------------------------------------------------------------------------
+def _no_type_before_a_colon(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """napoleon takes what is before a colon in the first line of an attribute's docstring for its type."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")
+
+
+def _no_way_back(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """From source code no links to the reference: viewcode gets those of a module that has two pages wrong."""
+    if page.startswith("_modules/"):
+        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
 
 
 class _Shown(Exception):
@@ -240,7 +254,7 @@ def _usage(parser: argparse.ArgumentParser) -> str:
 def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
     lines = [".. code-block:: text", "", f"   {_usage(parser)}", ""]
     if parser.description:
-        lines += ["|line| ".join([]), *(_plain(" ".join(parser.description.split())).splitlines()), ""]
+        lines += [_plain(" ".join(parser.description.split())), ""]
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
         if not actions:
@@ -265,7 +279,9 @@ def _written(action: argparse.Action) -> str:
         "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.rpartition(".")[2].upper()
     )
     value = " ".join(value) if isinstance(value, tuple) else value
-    return ", ".join(f"``{flag} {value.replace(',', ', ') if len(value) > 24 else value}``" for flag in action.option_strings)
+    return ", ".join(
+        f"``{flag} {value.replace(',', ', ') if len(value) > 24 else value}``" for flag in action.option_strings
+    )
 
 
 def _told(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
@@ -283,8 +299,13 @@ def command_pages() -> dict[str, str]:
     for command, about in cli._COMMANDS.items():
         lines = [*_heading(f"pfl-ext {command}", "="), _plain(about[0].upper() + about[1:] + "."), ""]
         if command == "run":
-            lines += ["Below are the options of ``pfl-ext run fedavg``. Each method has options of its own beside the ones "]
-            lines += ["that all methods share: :doc:`/generated/api/pfl_ext.algorithms` and :doc:`/methods` list them.", ""]
+            lines += [
+                "Below are the options of ``pfl-ext run fedavg``. Each method has options of its own beside the ones "
+            ]
+            lines += [
+                "that all methods share: :doc:`/generated/api/pfl_ext.algorithms` and :doc:`/methods` list them.",
+                "",
+            ]
         lines += _command(command, parser_of(EXAMPLES.get(command, [command])))
         for title, arguments in MORE.get(command, {}).items():
             lines += [*_heading(f"pfl-ext {title}", "-"), *_command(title, parser_of(arguments))]
@@ -292,11 +313,13 @@ def command_pages() -> dict[str, str]:
     rows = [f"   * - :doc:`{name}`\n     - {_plain(about)}" for name, about in cli._COMMANDS.items()]
     head = [*_heading("Commands", "="), "Made of the code: every command with all its options.", ""]
     listed = [f"   {name} <{name}>" for name in cli._COMMANDS]
-    texts["index"] = "\n".join([*head, ".. toctree::", "   :hidden:", "", *listed, "", ".. list-table::", "", *rows, ""])
+    texts["index"] = "\n".join(
+        [*head, ".. toctree::", "   :hidden:", "", *listed, "", ".. list-table::", "", *rows, ""]
+    )
     return texts
 
 
-# ---- into files --------------------------------------------------------------------------------------------------------
+# ---- into files ------------------------------------------------------------------------------------------------------
 
 
 def _write(app: Sphinx) -> None:
@@ -314,8 +337,11 @@ def _write(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
     assert METHODS
     app.connect("builder-inited", _write)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _option_table, priority=400)
+    app.connect("autodoc-process-docstring", _no_type_before_a_colon, priority=400)
+    app.connect("html-page-context", _no_way_back)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

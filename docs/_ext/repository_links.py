@@ -71,6 +71,7 @@ def _read(app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
     app.connect("builder-inited", _copied)
     app.connect("source-read", _read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -28,5 +28,6 @@ def _found(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, word
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
     app.connect("missing-reference", _found)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
