@@ -38,13 +38,13 @@ test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS :
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) safetensors opacus peft timm tensorboard scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format
+DEV_TOOLS := $(TEST_TOOLS) safetensors opacus peft timm tensorboard scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format sphinx furo myst-parser
 
-PYTHON_SOURCES := pfl_ext benchmarks examples python_tests setup.py .ci
+PYTHON_SOURCES := pfl_ext benchmarks docs examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak soak-flower cuda-check gpu-check gpu-report bench readme clean FORCE
+.PHONY: help test demo site build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak soak-flower cuda-check gpu-check gpu-report bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -83,6 +83,13 @@ demo: build ## PersFL, FedAvg and Ditto on digits: table and plots in build/demo
 	rm -rf build/demo
 	$(BIN)/pfl-ext compare persfl fedavg ditto --data digits --partition ds1 --clients 10 --rounds 20 --lr 0.1 \
 	  --seeds 0,1,2 --output build/demo
+
+# Warnings are errors, also of links; then every file and anchor that a page names is looked for, and what it would load
+# from elsewhere. Made anew: Sphinx says what is wrong with a page only when it reads it.
+site: build ## the documentation as a site, in build/site; open build/site/index.html
+	rm -rf build/site build/site.doctrees docs/generated
+	$(BIN)/python -I -m sphinx -q -W --keep-going -b html -d build/site.doctrees docs build/site
+	$(BIN)/python .ci/site_check.py build/site
 
 # ---- what CI runs beside the tests -----------------------------------------------------------------------------------
 
@@ -253,9 +260,12 @@ FAMILIES := averaging spectral sharpness distillation proximal
 bench: build ## all benchmarks at full size, into benchmarks/results
 	for family in $(FAMILIES); do $(BIN)/pfl-ext bench $$family --output benchmarks/results || exit 1; done
 
-readme: build ## the README's tables from benchmarks/results
-	for family in $(FAMILIES); do test ! -f benchmarks/results/$$family.csv || \
-	  $(BIN)/pfl-ext bench $$family --output benchmarks/results --readme README.md || exit 1; done
+readme: build ## the README's table and the pages of docs/benchmarks, from benchmarks/results
+	for family in $(FAMILIES) federation; do \
+	  $(BIN)/pfl-ext bench $$family --output benchmarks/results --readme docs/benchmarks/$$family.md || exit 1; done
+	$(BIN)/pfl-ext bench federation --memory --output benchmarks/results --readme docs/benchmarks/federation.md
+	$(BIN)/pfl-ext bench goals --output benchmarks/results --readme docs/benchmarks/index.md
+	$(BIN)/pfl-ext bench goals --summary --output benchmarks/results --readme README.md
 
 clean: ## remove what was built; environments stay
 	rm -rf build dist *.egg-info pfl_ext/*.so pfl_ext/_build.json $(VENV)/installed

@@ -15,6 +15,7 @@ from . import (
     distillation,
     federation,
     flower,
+    goals,
     gpu_model,
     gpu_race,
     machine,
@@ -46,16 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == [federation.NAME]:  # a round takes seconds and has no grid: it has options of its own
         return federation.main(argv[1:])
+    if argv[:1] == [goals.NAME]:
+        return goals.main(argv[1:])
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.list:
         for family in FAMILIES.values():
             print(f"{family.name}: {family.summary}")
         print(f"{federation.NAME}: {federation.SUMMARY}")
+        print(f"{goals.NAME}: {goals.SUMMARY}")
         return 0
     if arguments.gpu_model or arguments.device == "cuda":
         return _on_gpu(parser, arguments)
-    names = ", ".join((*FAMILIES, federation.NAME))
+    names = ", ".join((*FAMILIES, federation.NAME, goals.NAME))
     if arguments.family is None:
         parser.error(f"name a family: {names}")
     if arguments.family not in FAMILIES:
@@ -112,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "family",
         nargs="?",
         help=f"what to race: {', '.join(FAMILIES)}; or {federation.NAME}, which has options of its own "
-        f"(`pfl-ext bench {federation.NAME} --help`)",
+        f"(`pfl-ext bench {federation.NAME} --help`), and so has {goals.NAME}",
     )
     parser.add_argument("--list", action="store_true", help="list the families and stop")
 

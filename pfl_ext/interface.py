@@ -134,8 +134,8 @@ def compare(
         seeds: a run for each; the table has means and standard deviations.
         statistic: ``mean`` of the clients' results, or ``weighted_mean``.
         columns: of the table; by default all.
-        data, partition, task, network, config, trust_code, output, resume, overwrite, quiet, plots, tensorboard,
-            metric: as of :func:`run`.
+        data, partition, task, network, config: as of :func:`run`.
+        trust_code, output, resume, overwrite, quiet, plots, tensorboard, metric: likewise.
         options: all others of the command line, of methods those that all have, such as ``lr``.
 
     Raises:

@@ -26,9 +26,6 @@ class SideModule:
 
     Args:
         build: makes the module. What it draws when it is made are the first numbers.
-
-    Attributes:
-        size: how many numbers it has.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:

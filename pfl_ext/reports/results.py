@@ -1,14 +1,14 @@
-"""The folder of a run's results, written so that no moment of a kill, a full disk or a crash loses what was there.
+r"""The folder of a run's results, written so that no moment of a kill, a full disk or a crash loses what was there.
 
-===================  ===================================================================================================
-config.toml          the run's options, as ``--config`` takes them
-versions.json        what it ran with
-metrics.jsonl        one round record a line, appended round by round: the source of everything below
-metrics.csv          the same as a flat table, made from it
-clients.csv          the per-client results of the last evaluation
-clients/round-*.csv  the same of every evaluation
-*.safetensors, *.png what else a run leaves, through `ResultsFolder.replacing`
-===================  ===================================================================================================
+======================  ===========================================================================================
+config.toml             the run's options, as ``--config`` takes them
+versions.json           what it ran with
+metrics.jsonl           one round record a line, appended round by round: the source of everything below
+metrics.csv             the same as a flat table, made from it
+clients.csv             the per-client results of the last evaluation
+clients/round-*.csv     the same of every evaluation
+\*.safetensors, \*.png  what else a run leaves, through :meth:`ResultsFolder.replacing`
+======================  ===========================================================================================
 
 A round record is ``{"round", "seconds", "clients", "communication", "training", "models"}``, the last only in rounds
 that were evaluated: ``{"personal": {"test": {"accuracy": summarize(...)}, "validation": ..., "global_test": ...}}``.
