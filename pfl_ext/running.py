@@ -14,13 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from .comparison import folder_name
 from .data import Dataset, Partition
 from .engines import restarted
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import digits_of, scale_of
-from .reports import CONFIG, Look, ResultsFolder, comparison, table, tails, users
+from .reports import CONFIG, Look, ResultsFolder, comparison, folder_name, table, tails, users
 from .reports.tables import Style
 from .runs import draw, has_results, run_in
 

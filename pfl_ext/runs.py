@@ -45,6 +45,7 @@ _LEFT = (
     "versions.json",
     "metrics.jsonl",
     "metrics.csv",
+    "metrics-long.csv",
     "clients.csv",
     "clients",
     "clients.store",

@@ -2,11 +2,12 @@
 
 from .beside import beside
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
+from .loading import load_results
 from .look import COLUMNS, METRIC, STATISTIC, Look
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress
 from .recorded import recorded
-from .results import CONFIG, LOCK, ResultsError, ResultsFolder, Runs, lock, read_config, versions
+from .results import CONFIG, LOCK, ResultsError, ResultsFolder, Runs, folder_name, lock, read_config, tidy, versions
 from .rounds import best_rounds, rounds_to_converge, time_to_target
 from .tables import Spread, comparison, per_user, table, tails, transpose
 from .tensorboard import TensorBoard, tensorboard
@@ -34,6 +35,8 @@ __all__ = [
     "comparison",
     "draw_landscapes",
     "filter_direction",
+    "folder_name",
+    "load_results",
     "lock",
     "loss_surface",
     "option_curves",
@@ -45,6 +48,7 @@ __all__ = [
     "table",
     "tails",
     "tensorboard",
+    "tidy",
     "time_to_target",
     "timeline",
     "transpose",
