@@ -19,7 +19,7 @@ from .engines import restarted
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import digits_of, scale_of
-from .reports import CONFIG, Look, ResultsFolder, comparison, folder_name, table, tails, users
+from .reports import CONFIG, Look, Progress, ResultsFolder, comparison, folder_name, table, tails, users
 from .reports.tables import Style
 from .runs import draw, has_results, run_in
 
@@ -148,14 +148,21 @@ def run_one(experiment: Experiment, output: Output, look: Look) -> Run:
     output.check([output.folder])
     dataset, partition = experiment.make_data()
     look = look.of(experiment.make_task(dataset).metric)
-    _run(output.folder, experiment, dataset, partition, output, look, "")
+    _run(output.folder, experiment, dataset, partition, output, look)
     if output.plots:
         draw({experiment.method: ResultsFolder.open(output.folder)}, output.folder, dataset, partition, look)
     return Run(output.folder, experiment, look)
 
 
 def _run(
-    folder: Path, experiment: Experiment, dataset: Dataset, partition: Partition, output: Output, look: Look, label: str
+    folder: Path,
+    experiment: Experiment,
+    dataset: Dataset,
+    partition: Partition,
+    output: Output,
+    look: Look,
+    title: str = "",
+    progress: Progress | None = None,
 ) -> None:
     run_in(
         folder,
@@ -163,7 +170,8 @@ def _run(
         dataset,
         partition,
         look=look,
-        label=label,
+        label=title,
+        progress=progress,
         resume=output.resume,
         overwrite=output.overwrite,
         quiet=output.quiet,
@@ -211,17 +219,32 @@ def folders_of(experiments: Sequence[tuple[str, Experiment]], folder: Path) -> l
 
 
 def run_all(
-    experiments: Sequence[tuple[str, Experiment]], folder: Path, output: Output, look: Look
+    experiments: Sequence[tuple[str, Experiment]],
+    folder: Path,
+    output: Output,
+    look: Look,
+    progress: Progress,
+    where: str = "",
 ) -> tuple[Compared, Dataset, Partition]:
-    """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last."""
+    """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last.
+
+    Args:
+        experiments: every run by its label.
+        folder: their folders are in it.
+        output, look: how they run, and what is shown of them.
+        progress: the display of all runs.
+        where: stands in it beside the label and the seed, such as the point of a sweep.
+    """
     runs: dict[str, list[Run]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
+    several = len({experiment.settings.seed for _, experiment in experiments}) > 1
     for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
         seed = experiment.data_seed
         if seed not in made:
             made = {seed: experiment.make_data()}  # one at a time: they are large
         look = look.of(experiment.make_task(made[seed][0]).metric)
-        _run(own, experiment, *made[seed], output, look, label)
+        parts = (label, f"seed {experiment.settings.seed}" if several else "", where)
+        _run(own, experiment, *made[seed], output, look, ", ".join(part for part in parts if part), progress)
         runs[label].append(Run(own, experiment, look))
     folders = {label: [run.results for run in some] for label, some in runs.items()}
     return Compared(folder, runs, look, folders), *made[seed]
@@ -255,8 +278,9 @@ def compare_all(
         output, look: where it goes, and what the tables show.
     """
     output.check(folders_of(experiments, output.folder))
-    with with_config(output.folder, config):
-        found, dataset, partition = run_all(experiments, output.folder, output, look)
+    labels = [label for label, _ in experiments]
+    with with_config(output.folder, config), Progress(labels, quiet=output.quiet) as progress:
+        found, dataset, partition = run_all(experiments, output.folder, output, look, progress)
     write_tables(found.rows(), output.folder, "comparison", found.look, found.look.columns)
     write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails", found.look)
     (output.folder / "users.md").write_text(users(found.folders, found.look.metric or ""), encoding="utf-8")

@@ -33,6 +33,7 @@ from .reports import (
     partitions,
     read_config,
     recorded,
+    shown_values,
     tensorboard,
     versions,
 )
@@ -77,6 +78,7 @@ def run_in(
     overwrite: bool = False,
     quiet: bool = False,
     board: bool = False,
+    progress: Progress | None = None,
     make: Callable[..., Federation] | None = None,
     seen: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Mapping[str, Any]:
@@ -87,12 +89,13 @@ def run_in(
         experiment: what runs.
         dataset, partition: its data, as :meth:`Experiment.make_data` makes them.
         look: which metric the progress display shows, and the tables and pictures that are made of the results.
-        label: what the progress display calls it; else the method.
+        label: what the progress display calls it, such as "ditto, seed 1"; else the method.
         resume: go on from the folder's last good checkpoint. So does a run that was begun before torchrun started all
             processes again.
         overwrite: remove the results of an earlier run in the folder. They stay if this one cannot begin.
         quiet: show no progress.
         board: write TensorBoard files too.
+        progress: the display of the runs that this is one of; by default one of its own.
         make: makes the federation, where that is not :meth:`Experiment.make` alone.
         seen: called with every record.
 
@@ -126,14 +129,18 @@ def run_in(
         with results.replacing("partition.safetensors") as path:
             partition.save(path)
         rounds = experiment.settings.rounds
-        progress = Progress(rounds, label or experiment.method, start=federation.round, quiet=quiet)
-        stack.enter_context(progress)
+        if progress is None:
+            progress = stack.enter_context(Progress(quiet=quiet))
+        progress.begin(label or experiment.method, rounds, start=federation.round, turns=federation.engine.turns)
+        stack.callback(progress.end)
+        if not quiet:
+            federation.answer = progress.answer
         opened = tensorboard(results) if board else None
         if opened is not None:
             stack.push(_at_end(opened.close))
         stack.push(_at_end(results.write_csv))
         for record in recorded(federation, results):
-            progress.update(min(record["round"], rounds), **_shown(record, look.metric or ""))
+            progress.update(min(record["round"], rounds), **shown_values(record, look.metric or ""))
             seen(record)
             if opened is not None:
                 opened.append(record)
@@ -189,15 +196,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _shown(record: Mapping[str, Any], metric: str) -> dict[str, float]:
-    """What the progress display shows of a round: the metric of each model, else the training loss."""
-    models = record.get("models", {})
-    if not models:
-        return {"loss": record["training"]["loss"]} if "loss" in record["training"] else {}
-    found = {name: splits.get("test", {}).get(metric) for name, splits in models.items()}
-    return {f"{name} {metric}": summary["mean"] for name, summary in found.items() if summary is not None}
 
 
 def config_of(experiment: Experiment, look: Look) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pfl_ext.comparison import Point, points
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import Look, Runs, option_curves, table, tails, users
+from pfl_ext.reports import Look, Progress, Runs, option_curves, table, tails, users
 from pfl_ext.running import Output, data_name, folders_of, run_all, with_config, write_tables
 from pfl_ext.runs import draw
 
@@ -69,16 +69,18 @@ def execute(request: Request) -> int:
     output, look = request.output, request.look
     every = [folder for point, some in request.points for folder in folders_of(some, output.folder / point.folder)]
     output.check(every)
-    with with_config(output.folder, request.config):
-        return _run(request, output, look)
+    labels = [label for _, some in request.points for label, _ in some]
+    with with_config(output.folder, request.config), Progress(labels, quiet=output.quiet) as progress:
+        return _run(request, output, look, progress)
 
 
-def _run(request: Request, output: Output, look: Look) -> int:
+def _run(request: Request, output: Output, look: Look, progress: Progress) -> int:
     rows: list[dict[str, Any]] = []
     tail_rows: list[dict[str, Any]] = []
     curves: list[tuple[Mapping[str, Any], Runs]] = []
     for point, some in request.points:
-        found, dataset, partition = run_all(some, output.folder / point.folder, output, look)
+        where = ", ".join(f"{name}={value}" for name, value in _short(point.values).items())
+        found, dataset, partition = run_all(some, output.folder / point.folder, output, look, progress, where)
         runs, look = found.folders, found.look
         if output.plots:
             draw(runs, output.folder / point.folder, dataset, partition, look)
@@ -92,6 +94,7 @@ def _run(request: Request, output: Output, look: Look) -> int:
         curves.append((point.values, runs))
         write_tables(rows, output.folder, "sweep", look, _columns(rows, look))
         write_tables(tail_rows, output.folder, "tails", look)
+    progress.close()
     print(table(rows, _columns(rows, look), look.style, look.digits))
     experiments = [made for _, some in request.points for _, made in some]
     if output.plots:

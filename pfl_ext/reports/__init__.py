@@ -5,7 +5,7 @@ from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .loading import load_results
 from .look import COLUMNS, METRIC, STATISTIC, Look
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
-from .progress import Progress
+from .progress import Progress, shown_values, value_words
 from .recorded import recorded
 from .results import CONFIG, LOCK, ResultsError, ResultsFolder, Runs, folder_name, lock, read_config, tidy, versions
 from .rounds import best_rounds, rounds_to_converge, time_to_target
@@ -45,6 +45,7 @@ __all__ = [
     "read_config",
     "recorded",
     "rounds_to_converge",
+    "shown_values",
     "table",
     "tails",
     "tensorboard",
@@ -53,5 +54,6 @@ __all__ = [
     "timeline",
     "transpose",
     "users",
+    "value_words",
     "versions",
 ]
