@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,19 @@ from .engines import restarted
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import digits_of, scale_of
-from .reports import CONFIG, Look, Progress, ResultsFolder, comparison, folder_name, table, tails, users
+from .reports import (
+    CONFIG,
+    Look,
+    Progress,
+    ResultsFolder,
+    best_cells,
+    comparison,
+    folder_name,
+    main_columns,
+    table,
+    tails,
+    users,
+)
 from .reports.tables import Style
 from .runs import draw, has_results, run_in
 
@@ -30,6 +42,7 @@ __all__ = [
     "compare_all",
     "data_name",
     "folders_of",
+    "printed",
     "run_all",
     "run_name",
     "run_one",
@@ -210,7 +223,7 @@ class Compared(Mapping[str, Run]):
 
     def __str__(self) -> str:
         """The table."""
-        return table(self.rows(), self.look.columns, self.look.style, self.look.digits)
+        return printed(self.rows(), self.look)
 
 
 def folders_of(experiments: Sequence[tuple[str, Experiment]], folder: Path) -> list[Path]:
@@ -281,8 +294,8 @@ def compare_all(
     labels = [label for label, _ in experiments]
     with with_config(output.folder, config), Progress(labels, quiet=output.quiet) as progress:
         found, dataset, partition = run_all(experiments, output.folder, output, look, progress)
-    write_tables(found.rows(), output.folder, "comparison", found.look, found.look.columns)
-    write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails", found.look)
+    write_tables(found.rows(), output.folder, "comparison", found.look)
+    write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails", found.look, whole=True)
     (output.folder / "users.md").write_text(users(found.folders, found.look.metric or ""), encoding="utf-8")
     if output.plots:
         draw(found.folders, output.folder, dataset, partition, found.look)
@@ -290,9 +303,47 @@ def compare_all(
 
 
 def write_tables(
-    rows: Sequence[Mapping[str, Any]], folder: Path, name: str, look: Look, columns: Sequence[str] | None = None
+    rows: Sequence[Mapping[str, Any]],
+    folder: Path,
+    name: str,
+    look: Look,
+    *,
+    varied: Mapping[str, bool] | None = None,
+    whole: bool = False,
 ) -> None:
-    """Write a table in all styles; the CSV file has all columns."""
+    """Write a table in all styles: CSV and Markdown with all columns, LaTeX with those that are printed.
+
+    Args:
+        rows: its rows.
+        folder, name: where.
+        look: with the columns that the user chose, if any: for Markdown and LaTeX.
+        varied: as of `printed`.
+        whole: all columns in LaTeX too.
+    """
     for style, suffix in _SUFFIXES.items():
-        shown = None if style == "csv" else columns
-        (folder / f"{name}.{suffix}").write_text(table(rows, shown, style, look.digits), encoding="utf-8")
+        every = style != "latex" and (style == "csv" or look.columns is None)
+        text = printed(rows, replace(look, style=style), varied=varied, whole=whole or every)
+        (folder / f"{name}.{suffix}").write_text(text, encoding="utf-8")
+
+
+def printed(
+    rows: Sequence[Mapping[str, Any]], look: Look, *, varied: Mapping[str, bool] | None = None, whole: bool = False
+) -> str:
+    """A table of methods as it is printed: with the columns that were chosen, the best results in bold.
+
+    Args:
+        rows: a row for each method.
+        look: without columns, those that answer which method is best (`main_columns`); in CSV all.
+        varied: the options of a sweep that stand before the method, and whether each is one of methods. Only rows on
+            the same data and network are compared.
+        whole: all columns, whatever the look says.
+    """
+    varied, metric = varied or {}, look.metric or "accuracy"
+    if whole or (look.columns is None and look.style == "csv"):
+        columns = None
+    elif look.columns is None:
+        columns = main_columns(rows, [*varied], look.digits)
+    else:
+        columns = [*varied, *look.columns]
+    best = best_cells(rows, metric, look.digits, [name for name, of_method in varied.items() if not of_method])
+    return table(rows, columns, look.style, look.digits, best=best)

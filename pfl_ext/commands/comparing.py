@@ -17,7 +17,7 @@ from .parser import Parser, UsageError
 from .parsing import Basis, Words, add_data, add_output, add_settings, listed, look_of, words_of
 from .trust import load_code
 
-__all__ = ["Compared", "compared"]
+__all__ = ["Compared", "compared", "more_columns"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,12 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
         {**configuration.sweep, **_varied(rest.get("vary", ()))},
         look_of(words, configuration),
     )
+
+
+def more_columns(look: Look) -> str:
+    """What is said below a table of some columns."""
+    some = look.columns is None and look.style != "csv"
+    return " (the files there have all columns; --columns chooses)" if some else ""
 
 
 def _add_options(parser: Parser, command: str, basis: Basis) -> None:

@@ -9,7 +9,7 @@ from .progress import Progress, shown_values, value_words
 from .recorded import recorded
 from .results import CONFIG, LOCK, ResultsError, ResultsFolder, Runs, folder_name, lock, read_config, tidy, versions
 from .rounds import best_rounds, rounds_to_converge, time_to_target
-from .tables import Spread, comparison, per_user, table, tails, transpose
+from .tables import Spread, best_cells, comparison, main_columns, on_terminal, per_user, table, tails, transpose
 from .tensorboard import TensorBoard, tensorboard
 from .users import partitions, users
 
@@ -29,6 +29,7 @@ __all__ = [
     "TensorBoard",
     "accuracy_curves",
     "beside",
+    "best_cells",
     "best_rounds",
     "client_density",
     "client_distribution",
@@ -39,6 +40,8 @@ __all__ = [
     "load_results",
     "lock",
     "loss_surface",
+    "main_columns",
+    "on_terminal",
     "option_curves",
     "partitions",
     "per_user",

@@ -100,9 +100,10 @@ def test_a_round_near_the_best_is_found_for_every_sign() -> None:
 
 def test_progress_shows_shares_in_per_cent_and_nothing_else() -> None:
     stream = io.StringIO()
-    with Progress(1, stream=stream) as progress:
+    with Progress(stream=stream) as progress:
+        progress.begin("", 1)
         progress.update(1, **{"global accuracy": 0.2457, "personal rmse": 0.5})
-    assert "global accuracy 24.57 % | personal rmse 0.5000" in stream.getvalue()
+    assert "global accuracy 24.57 %, personal RMSE 0.5000" in stream.getvalue()
 
 
 def test_clocks_and_landscapes_take_such_a_run(
