@@ -21,10 +21,12 @@ from .federation import Federation
 from .metrics import digits_of, scale_of
 from .reports import (
     CONFIG,
+    LoggerFactory,
     Look,
     Progress,
     ResultsFolder,
     best_cells,
+    check_loggers,
     comparison,
     folder_name,
     main_columns,
@@ -61,7 +63,7 @@ class Output:
     resume: bool = False
     overwrite: bool = False
     quiet: bool = False
-    tensorboard: bool = False
+    log: tuple[str | LoggerFactory, ...] = ()
     plots: bool = True
 
     def check(self, runs: Sequence[Path]) -> None:
@@ -70,6 +72,7 @@ class Output:
         Args:
             runs: the folders of all runs.
         """
+        check_loggers(self.log)
         if self.resume and not self.folder.exists():
             raise ValueError(
                 f"resume=True: there is no folder {self.folder}, so there is nothing to go on with; leave it out to "
@@ -188,7 +191,7 @@ def _run(
         resume=output.resume,
         overwrite=output.overwrite,
         quiet=output.quiet,
-        board=output.tensorboard,
+        log=output.log,
     )
 
 

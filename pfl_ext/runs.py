@@ -22,6 +22,8 @@ from .options import nearest
 from .reports import (
     CONFIG,
     LOCK,
+    Logger,
+    LoggerFactory,
     Look,
     Progress,
     ResultsFolder,
@@ -30,11 +32,11 @@ from .reports import (
     client_density,
     client_distribution,
     lock,
+    loggers_of,
     partitions,
     read_config,
     recorded,
     shown_values,
-    tensorboard,
     versions,
 )
 
@@ -52,7 +54,10 @@ _LEFT = (
     "clients.store",
     "checkpoints",
     "partition.safetensors",
+    "mlflow-run.txt",
     "tensorboard",
+    "wandb",
+    "wandb-run.txt",
     "curves.png",
     "clients.png",
     "density.png",
@@ -77,7 +82,7 @@ def run_in(
     resume: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
-    board: bool = False,
+    log: Sequence[str | LoggerFactory] = (),
     progress: Progress | None = None,
     make: Callable[..., Federation] | None = None,
     seen: Callable[[Mapping[str, Any]], None] = lambda record: None,
@@ -94,7 +99,7 @@ def run_in(
             processes again.
         overwrite: remove the results of an earlier run in the folder. They stay if this one cannot begin.
         quiet: show no progress.
-        board: write TensorBoard files too.
+        log: loggers that get every record too: names of :data:`pfl_ext.reports.LOGGERS`, or what makes one.
         progress: the display of the runs that this is one of; by default one of its own.
         make: makes the federation, where that is not :meth:`Experiment.make` alone.
         seen: called with every record.
@@ -135,16 +140,40 @@ def run_in(
         stack.callback(progress.end)
         if not quiet:
             federation.answer = progress.answer
-        opened = tensorboard(results) if board else None
-        if opened is not None:
-            stack.push(_at_end(opened.close))
+        logging = [_Logging(logger, progress.message) for logger in loggers_of(log, results)]
+        for logger in logging:
+            stack.callback(logger.close)
         stack.push(_at_end(results.write_csv))
         for record in recorded(federation, results):
             progress.update(min(record["round"], rounds), **shown_values(record, look.metric or ""))
             seen(record)
-            if opened is not None:
-                opened.append(record)
+            for logger in logging:
+                logger.append(record)
     return results.records()[-1]
+
+
+class _Logging:
+    """A logger whose errors, such as those of a network, do not end the run: it gets no more records, which is said."""
+
+    def __init__(self, logger: Logger, say: Callable[[str], None]) -> None:
+        self._logger, self._say = logger, say
+        self._broken = False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        if not self._broken:
+            self._try(lambda: self._logger.append(record))
+
+    def close(self) -> None:
+        self._try(self._logger.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if not self._broken:
+                name = type(self._logger).__name__.lstrip("_")
+                self._say(f"{name} gets no more records ({type(error).__name__}: {error}); the run goes on")
+            self._broken = True
 
 
 def _at_end(write: Callable[[], None]) -> Callable[..., None]:

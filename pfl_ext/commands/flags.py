@@ -28,7 +28,7 @@ from .parser import UsageError
 
 __all__ = ["add_option", "flag", "known_flags", "refuse_unknown", "spoken", "with_flags"]
 
-_OUTPUT = ("resume", "overwrite", "output", "quiet", "tensorboard", "metric", "statistic", "columns")
+_OUTPUT = ("resume", "overwrite", "output", "quiet", "log", "metric", "statistic", "columns")
 
 
 def flag(section: str, key: str) -> str:

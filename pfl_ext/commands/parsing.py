@@ -14,7 +14,7 @@ from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
 from pfl_ext.nn import NETWORKS
 from pfl_ext.options import Option, OptionError, nearest, title
-from pfl_ext.reports import COLUMNS, METRIC, STATISTIC, Look
+from pfl_ext.reports import COLUMNS, LOGGERS, METRIC, STATISTIC, Look
 from pfl_ext.running import Output
 from pfl_ext.sections import (
     DATA_OPTIONS,
@@ -213,10 +213,19 @@ def hide_rare(parser: Parser, basis: Basis, method: str | None = None) -> None:
         own["method"] |= method_options(method).keys() - method_options("fedavg").keys()
     found = [action.dest.partition(".") for action in parser._actions]
     rare = [f"{section}.{key}" for section, dot, key in found if dot and key not in own[section]]
-    parser.rare([*rare, "trust_code", "tensorboard", "statistic"])
+    parser.rare([*rare, "trust_code", "log", "statistic"])
 
 
 # ---- where results go ------------------------------------------------------------------------------------------------
+
+
+_LOG = Option(
+    "log",
+    tuple[str, ...],
+    (),
+    f"give every record to {', '.join(LOGGERS)} too, each an extra of the package; W&B and MLflow take their own "
+    "variables, such as WANDB_MODE=offline and MLFLOW_TRACKING_URI",
+)
 
 
 def add_output(parser: Parser, default: str) -> None:
@@ -237,7 +246,7 @@ def add_output(parser: Parser, default: str) -> None:
         "--overwrite", action="store_true", help="remove the results of an earlier run in the folder, and begin anew"
     )
     group.add_argument("--quiet", action="store_true", help="no progress display")
-    group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the folder too")
+    group.add_argument("--log", metavar="NAME,...", default=(), help=_LOG.help)
     group.add_argument("--no-plots", action="store_true", help="draw nothing")
     for option in (METRIC, STATISTIC, COLUMNS):  # the file may set them: no default here
         text = option.help if option.default is None else f"{option.help} (default: {option.default})"
@@ -255,7 +264,7 @@ def output_of(words: Words, default: str) -> Output:
         resume=rest["resume"],
         overwrite=rest["overwrite"],
         quiet=rest["quiet"],
-        tensorboard=rest["tensorboard"],
+        log=_LOG.parse(rest["log"]),
         plots=not rest["no_plots"],
     )
 

@@ -3,6 +3,7 @@
 from .beside import beside
 from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .loading import load_results
+from .loggers import LOGGERS, Logger, LoggerFactory, check_loggers, loggers_of, scalars
 from .look import COLUMNS, METRIC, STATISTIC, Look
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress, shown_values, value_words
@@ -10,15 +11,17 @@ from .recorded import recorded
 from .results import CONFIG, LOCK, ResultsError, ResultsFolder, Runs, folder_name, lock, read_config, tidy, versions
 from .rounds import best_rounds, rounds_to_converge, time_to_target
 from .tables import Spread, best_cells, comparison, main_columns, on_terminal, per_user, table, tails, transpose
-from .tensorboard import TensorBoard, tensorboard
 from .users import partitions, users
 
 __all__ = [
     "COLUMNS",
     "CONFIG",
     "LOCK",
+    "LOGGERS",
     "METRIC",
     "STATISTIC",
+    "Logger",
+    "LoggerFactory",
     "Look",
     "Progress",
     "ResultsError",
@@ -26,11 +29,11 @@ __all__ = [
     "Runs",
     "Spread",
     "Surface",
-    "TensorBoard",
     "accuracy_curves",
     "beside",
     "best_cells",
     "best_rounds",
+    "check_loggers",
     "client_density",
     "client_distribution",
     "comparison",
@@ -39,6 +42,7 @@ __all__ = [
     "folder_name",
     "load_results",
     "lock",
+    "loggers_of",
     "loss_surface",
     "main_columns",
     "on_terminal",
@@ -48,10 +52,10 @@ __all__ = [
     "read_config",
     "recorded",
     "rounds_to_converge",
+    "scalars",
     "shown_values",
     "table",
     "tails",
-    "tensorboard",
     "tidy",
     "time_to_target",
     "timeline",

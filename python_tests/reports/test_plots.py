@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import sys
 
 import pytest
@@ -122,35 +121,3 @@ def test_without_matplotlib_the_message_says_what_to_install(make_run, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[plots\]'"):
         accuracy_curves({"A": make_run("a", [1.0])}, tmp_path / "x.png")
-
-
-def test_without_tensorboard_the_message_says_what_to_install(make_run, monkeypatch):
-    from pfl_ext.reports import tensorboard
-
-    real = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
-            raise ImportError("No module named 'tensorboard'")
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[tensorboard\]'"):
-        tensorboard(make_run("a", [1.0]))
-
-
-def test_tensorboard_gets_a_scalar_a_column():
-    from pfl_ext.reports import TensorBoard
-
-    class Writer(list):
-        def add_scalar(self, *scalar):
-            self.append(scalar)
-
-        def flush(self):
-            pass
-
-    writer = Writer()
-    TensorBoard(writer).append(
-        {"round": 3, "clients": [1, 2], "models": {"personal": {"test": {"auc": {"mean": 0.5}}}}}
-    )
-    assert writer == [("clients", 2, 3), ("personal/test/auc/mean", 0.5, 3)]
