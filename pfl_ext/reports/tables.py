@@ -153,7 +153,8 @@ def main_columns(rows: Sequence[Mapping[str, object]], first: Sequence[str] = ()
     """The columns of a comparison that answer which method is best: not wider than 100 characters together.
 
     The local test of the personal and of the global model (of others, if there are neither), on the global test set
-    where clients are not evaluated, and the lowest 5 % of the clients.
+    where clients are not evaluated; then what was asked for beside it, such as extra test sets and new clients; and the
+    lowest 5 % of the clients. The last ones are left out where they do not fit.
 
     Args:
         rows: those of `comparison`, in a sweep with the options that differ.
@@ -163,9 +164,14 @@ def main_columns(rows: Sequence[Mapping[str, object]], first: Sequence[str] = ()
     columns = list(dict.fromkeys(column for row in rows for column in row))
     models = list(dict.fromkeys(column.partition(": ")[0] for column in columns if _is_result(column)))
     chosen = []
-    for model in [model for model in models if model in ("personal", "global")] or models[:2]:
+    for model in (shown := [model for model in models if model in ("personal", "global")] or models[:2]):
         tests = [column for column in columns if column.partition(": ")[0] == model and _is_result(column)]
         chosen += tests[:1]
+    chosen += [
+        column
+        for column in columns
+        if column.partition(": ")[0] in shown and not _is_result(column) and not column.endswith(": std")
+    ]
     chosen += [column for column in ("lowest 5 %",) if column in columns]
     while len(chosen) > 1 and _width(rows, [*first, "method", *chosen], digits) > WIDTH:
         chosen.pop()

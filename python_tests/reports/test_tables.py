@@ -136,6 +136,14 @@ def test_the_main_columns_fit_100_characters():
         "teacher: local test",
         "x: local test",
     ]
+    asked = ["personal: new clients", "global: cifar10.1"]
+    more = [{**row, **dict.fromkeys(asked, 1.0)} for row in rows[:1]]
+    assert main_columns([{"method": "a", **dict.fromkeys((chosen[1], *asked), 1.0)}]) == [
+        "method",
+        chosen[1],
+        asked[1],
+    ]
+    assert main_columns(more) == ["method", *chosen[:2], *asked]  # the last one does not fit
     for length in (20, 40, 60):
         long = [{**row, "method": "m" * length} for row in rows]
         shown = table(long, main_columns(long), best=best_cells(long, "accuracy"))
