@@ -121,7 +121,8 @@ def _tell(record: Mapping[str, Any], metric: str) -> None:
     """A line of the log for a round: Flower's log is where its users look."""
     dropped = [f"left out {record['dropped']}"] if record.get("dropped") else []
     round = "the clients' own training" if "stage" in record else f"round {record['round']}"
-    log(INFO, "%s: %s", round, ", ".join([*value_words(shown_values(record, metric)), *dropped]))
+    words = [*value_words(shown_values(record, metric))] or ["not evaluated"]
+    log(INFO, "%s: %s", round, ", ".join([*words, *dropped]))
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
