@@ -10,6 +10,7 @@ from . import _native, ops
 if TYPE_CHECKING:
     from . import algorithms, data, engines, federation, metrics, nn, optim, reports, tasks
     from .interface import compare, run
+    from .reports import load_results
 
 __all__ = [
     "__version__",
@@ -18,6 +19,7 @@ __all__ = [
     "data",
     "engines",
     "federation",
+    "load_results",
     "metrics",
     "nn",
     "ops",
@@ -33,8 +35,9 @@ _native.load()
 
 def __getattr__(name: str) -> Any:
     """Import a part when it is first asked for: who calls an op should not wait for the methods."""
-    if name in ("compare", "run"):
-        return getattr(importlib.import_module(f"{__name__}.interface"), name)
+    home = {"compare": "interface", "run": "interface", "load_results": "reports"}.get(name)
+    if home is not None:
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +33,13 @@ from .algorithms import METHODS
 from .experiment import Experiment
 from .nn import NETWORKS
 from .options import Option, nearest
-from .reports import Look
+from .reports import Look, folder_name
 from .sections import NETWORK_OPTIONS, method_options, network_options, refuse_unknown, settings_options
 
-__all__ = ["Comparison", "Point", "check_common", "check_own_tables", "folder_name", "method_of", "points", "variant"]
+__all__ = ["Comparison", "Point", "check_common", "check_own_tables", "method_of", "points", "variant"]
 
 Sections = Mapping[str, Mapping[str, Any]]
 _OWN = ("method", "network", "federation")  # data and partition are the same for all: else nothing is compared
-
-
-def folder_name(text: str) -> str:
-    """The text as part of a file's name."""
-    return re.sub(r"[^A-Za-z0-9.=+]+", "-", text).strip("-").lower()
 
 
 def method_of(label: str, sections: Sections) -> str:

@@ -21,7 +21,7 @@ from .experiment import Experiment
 from .federation import Method
 from .named import PYTHON, TABLES, as_dataset, code_in, in_file, make_known, register
 from .options import Options, nearest, plain_value
-from .reports import Look
+from .reports import LoggerFactory, Look
 from .running import Compared, Output, Run, compare_all, data_name, run_name, run_one
 from .sections import (
     DATA_OPTIONS,
@@ -58,7 +58,7 @@ def run(
     overwrite: bool = False,
     quiet: bool = False,
     plots: bool = True,
-    tensorboard: bool = False,
+    log: Sequence[str | LoggerFactory] = (),
     metric: str | None = None,
     **options: Any,
 ) -> Run:
@@ -80,7 +80,8 @@ def run(
         overwrite: remove the results of an earlier run in the folder.
         quiet: show no progress.
         plots: draw pictures.
-        tensorboard: write TensorBoard files too.
+        log: loggers that get every record too: "tensorboard", "wandb", "mlflow", or a function that
+            makes one of your own (:class:`pfl_ext.reports.Logger`) for a results folder.
         metric: what tables and pictures show; by default the task's.
         options: all others of the command line, by the same names: ``rounds``, ``clients``, ``alpha``, ``data_root``,
             ``network_hidden``, and those of the method.
@@ -98,7 +99,7 @@ def run(
     experiment = given.into(Experiment.from_sections(sections))
     folder = Path("results") / run_name(experiment) if output is None else Path(output)
     look = Look(metric or read.metric, read.statistic, read.columns)
-    return run_one(experiment, Output(folder, resume, overwrite, quiet, tensorboard, plots), look)
+    return run_one(experiment, Output(folder, resume, overwrite, quiet, tuple(log), plots), look)
 
 
 def compare(
@@ -116,7 +117,7 @@ def compare(
     overwrite: bool = False,
     quiet: bool = False,
     plots: bool = True,
-    tensorboard: bool = False,
+    log: Sequence[str | LoggerFactory] = (),
     metric: str | None = None,
     statistic: str | None = None,
     columns: Sequence[str] | None = None,
@@ -135,7 +136,7 @@ def compare(
         statistic: ``mean`` of the clients' results, or ``weighted_mean``.
         columns: of the table; by default all.
         data, partition, task, network, config: as of :func:`run`.
-        trust_code, output, resume, overwrite, quiet, plots, tensorboard, metric: likewise.
+        trust_code, output, resume, overwrite, quiet, plots, log, metric: likewise.
         options: all others of the command line, of methods those that all have, such as ``lr``.
 
     Raises:
@@ -160,7 +161,7 @@ def compare(
     shown = None if columns is None else tuple(columns)
     look = Look(metric or read.metric, statistic or read.statistic, shown or read.columns)
     return compare_all(
-        experiments, comparison.config(look), Output(folder, resume, overwrite, quiet, tensorboard, plots), look
+        experiments, comparison.config(look), Output(folder, resume, overwrite, quiet, tuple(log), plots), look
     )
 
 

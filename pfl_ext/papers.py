@@ -33,12 +33,12 @@ from typing import Any
 
 import numpy as np
 
-from .comparison import Comparison, Point, folder_name, points, variant
+from .comparison import Comparison, Point, points, variant
 from .configuration import Configuration
 from .experiment import Experiment
 from .metrics import scale_of
 from .options import nearest
-from .reports import ResultsFolder, Spread, per_user, rounds_to_converge
+from .reports import ResultsFolder, Spread, folder_name, per_user, rounds_to_converge
 from .reports.virtual_time import Timed
 from .toml import read_toml
 

@@ -7,20 +7,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from .comparison import folder_name
 from .data import Dataset, Partition
 from .engines import restarted
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import digits_of, scale_of
-from .reports import CONFIG, Look, ResultsFolder, comparison, table, tails, users
+from .reports import (
+    CONFIG,
+    LoggerFactory,
+    Look,
+    Progress,
+    ResultsFolder,
+    best_cells,
+    check_loggers,
+    comparison,
+    folder_name,
+    main_columns,
+    table,
+    tails,
+    users,
+)
 from .reports.tables import Style
 from .runs import draw, has_results, run_in
 
@@ -31,6 +44,7 @@ __all__ = [
     "compare_all",
     "data_name",
     "folders_of",
+    "printed",
     "run_all",
     "run_name",
     "run_one",
@@ -49,7 +63,7 @@ class Output:
     resume: bool = False
     overwrite: bool = False
     quiet: bool = False
-    tensorboard: bool = False
+    log: tuple[str | LoggerFactory, ...] = ()
     plots: bool = True
 
     def check(self, runs: Sequence[Path]) -> None:
@@ -58,6 +72,7 @@ class Output:
         Args:
             runs: the folders of all runs.
         """
+        check_loggers(self.log)
         if self.resume and not self.folder.exists():
             raise ValueError(
                 f"resume=True: there is no folder {self.folder}, so there is nothing to go on with; leave it out to "
@@ -149,14 +164,21 @@ def run_one(experiment: Experiment, output: Output, look: Look) -> Run:
     output.check([output.folder])
     dataset, partition = experiment.make_data()
     look = look.of(experiment.make_task(dataset).metric)
-    _run(output.folder, experiment, dataset, partition, output, look, "")
+    _run(output.folder, experiment, dataset, partition, output, look)
     if output.plots:
         draw({experiment.method: ResultsFolder.open(output.folder)}, output.folder, dataset, partition, look)
     return Run(output.folder, experiment, look)
 
 
 def _run(
-    folder: Path, experiment: Experiment, dataset: Dataset, partition: Partition, output: Output, look: Look, label: str
+    folder: Path,
+    experiment: Experiment,
+    dataset: Dataset,
+    partition: Partition,
+    output: Output,
+    look: Look,
+    title: str = "",
+    progress: Progress | None = None,
 ) -> None:
     run_in(
         folder,
@@ -164,11 +186,12 @@ def _run(
         dataset,
         partition,
         look=look,
-        label=label,
+        label=title,
+        progress=progress,
         resume=output.resume,
         overwrite=output.overwrite,
         quiet=output.quiet,
-        board=output.tensorboard,
+        log=output.log,
     )
 
 
@@ -203,7 +226,7 @@ class Compared(Mapping[str, Run]):
 
     def __str__(self) -> str:
         """The table."""
-        return table(self.rows(), self.look.columns, self.look.style, self.look.digits)
+        return printed(self.rows(), self.look)
 
 
 def folders_of(experiments: Sequence[tuple[str, Experiment]], folder: Path) -> list[Path]:
@@ -212,17 +235,32 @@ def folders_of(experiments: Sequence[tuple[str, Experiment]], folder: Path) -> l
 
 
 def run_all(
-    experiments: Sequence[tuple[str, Experiment]], folder: Path, output: Output, look: Look
+    experiments: Sequence[tuple[str, Experiment]],
+    folder: Path,
+    output: Output,
+    look: Look,
+    progress: Progress,
+    where: str = "",
 ) -> tuple[Compared, Dataset, Partition]:
-    """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last."""
+    """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last.
+
+    Args:
+        experiments: every run by its label.
+        folder: their folders are in it.
+        output, look: how they run, and what is shown of them.
+        progress: the display of all runs.
+        where: stands in it beside the label and the seed, such as the point of a sweep.
+    """
     runs: dict[str, list[Run]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
+    several = len({experiment.settings.seed for _, experiment in experiments}) > 1
     for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
         seed = experiment.data_seed
         if seed not in made:
             made = {seed: experiment.make_data()}  # one at a time: they are large
         look = look.of(experiment.make_task(made[seed][0]).metric)
-        _run(own, experiment, *made[seed], output, look, label)
+        parts = (label, f"seed {experiment.settings.seed}" if several else "", where)
+        _run(own, experiment, *made[seed], output, look, ", ".join(part for part in parts if part), progress)
         runs[label].append(Run(own, experiment, look))
     folders = {label: [run.results for run in some] for label, some in runs.items()}
     return Compared(folder, runs, look, folders), *made[seed]
@@ -256,10 +294,11 @@ def compare_all(
         output, look: where it goes, and what the tables show.
     """
     output.check(folders_of(experiments, output.folder))
-    with with_config(output.folder, config):
-        found, dataset, partition = run_all(experiments, output.folder, output, look)
-    write_tables(found.rows(), output.folder, "comparison", found.look, found.look.columns)
-    write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails", found.look)
+    labels = [label for label, _ in experiments]
+    with with_config(output.folder, config), Progress(labels, quiet=output.quiet) as progress:
+        found, dataset, partition = run_all(experiments, output.folder, output, look, progress)
+    write_tables(found.rows(), output.folder, "comparison", found.look)
+    write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails", found.look, whole=True)
     (output.folder / "users.md").write_text(users(found.folders, found.look.metric or ""), encoding="utf-8")
     if output.plots:
         draw(found.folders, output.folder, dataset, partition, found.look)
@@ -267,9 +306,47 @@ def compare_all(
 
 
 def write_tables(
-    rows: Sequence[Mapping[str, Any]], folder: Path, name: str, look: Look, columns: Sequence[str] | None = None
+    rows: Sequence[Mapping[str, Any]],
+    folder: Path,
+    name: str,
+    look: Look,
+    *,
+    varied: Mapping[str, bool] | None = None,
+    whole: bool = False,
 ) -> None:
-    """Write a table in all styles; the CSV file has all columns."""
+    """Write a table in all styles: CSV and Markdown with all columns, LaTeX with those that are printed.
+
+    Args:
+        rows: its rows.
+        folder, name: where.
+        look: with the columns that the user chose, if any: for Markdown and LaTeX.
+        varied: as of `printed`.
+        whole: all columns in LaTeX too.
+    """
     for style, suffix in _SUFFIXES.items():
-        shown = None if style == "csv" else columns
-        (folder / f"{name}.{suffix}").write_text(table(rows, shown, style, look.digits), encoding="utf-8")
+        every = style != "latex" and (style == "csv" or look.columns is None)
+        text = printed(rows, replace(look, style=style), varied=varied, whole=whole or every)
+        (folder / f"{name}.{suffix}").write_text(text, encoding="utf-8")
+
+
+def printed(
+    rows: Sequence[Mapping[str, Any]], look: Look, *, varied: Mapping[str, bool] | None = None, whole: bool = False
+) -> str:
+    """A table of methods as it is printed: with the columns that were chosen, the best results in bold.
+
+    Args:
+        rows: a row for each method.
+        look: without columns, those that answer which method is best (`main_columns`); in CSV all.
+        varied: the options of a sweep that stand before the method, and whether each is one of methods. Only rows on
+            the same data and network are compared.
+        whole: all columns, whatever the look says.
+    """
+    varied, metric = varied or {}, look.metric or "accuracy"
+    if whole or (look.columns is None and look.style == "csv"):
+        columns = None
+    elif look.columns is None:
+        columns = main_columns(rows, [*varied], look.digits)
+    else:
+        columns = [*varied, *look.columns]
+    best = best_cells(rows, metric, look.digits, [name for name, of_method in varied.items() if not of_method])
+    return table(rows, columns, look.style, look.digits, best=best)

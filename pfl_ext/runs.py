@@ -22,6 +22,8 @@ from .options import nearest
 from .reports import (
     CONFIG,
     LOCK,
+    Logger,
+    LoggerFactory,
     Look,
     Progress,
     ResultsFolder,
@@ -30,10 +32,11 @@ from .reports import (
     client_density,
     client_distribution,
     lock,
+    loggers_of,
     partitions,
     read_config,
     recorded,
-    tensorboard,
+    shown_values,
     versions,
 )
 
@@ -45,12 +48,16 @@ _LEFT = (
     "versions.json",
     "metrics.jsonl",
     "metrics.csv",
+    "metrics-long.csv",
     "clients.csv",
     "clients",
     "clients.store",
     "checkpoints",
     "partition.safetensors",
+    "mlflow-run.txt",
     "tensorboard",
+    "wandb",
+    "wandb-run.txt",
     "curves.png",
     "clients.png",
     "density.png",
@@ -75,7 +82,8 @@ def run_in(
     resume: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
-    board: bool = False,
+    log: Sequence[str | LoggerFactory] = (),
+    progress: Progress | None = None,
     make: Callable[..., Federation] | None = None,
     seen: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Mapping[str, Any]:
@@ -86,12 +94,13 @@ def run_in(
         experiment: what runs.
         dataset, partition: its data, as :meth:`Experiment.make_data` makes them.
         look: which metric the progress display shows, and the tables and pictures that are made of the results.
-        label: what the progress display calls it; else the method.
+        label: what the progress display calls it, such as "ditto, seed 1"; else the method.
         resume: go on from the folder's last good checkpoint. So does a run that was begun before torchrun started all
             processes again.
         overwrite: remove the results of an earlier run in the folder. They stay if this one cannot begin.
         quiet: show no progress.
-        board: write TensorBoard files too.
+        log: loggers that get every record too: names of :data:`pfl_ext.reports.LOGGERS`, or what makes one.
+        progress: the display of the runs that this is one of; by default one of its own.
         make: makes the federation, where that is not :meth:`Experiment.make` alone.
         seen: called with every record.
 
@@ -125,18 +134,46 @@ def run_in(
         with results.replacing("partition.safetensors") as path:
             partition.save(path)
         rounds = experiment.settings.rounds
-        progress = Progress(rounds, label or experiment.method, start=federation.round, quiet=quiet)
-        stack.enter_context(progress)
-        opened = tensorboard(results) if board else None
-        if opened is not None:
-            stack.push(_at_end(opened.close))
+        if progress is None:
+            progress = stack.enter_context(Progress(quiet=quiet))
+        progress.begin(label or experiment.method, rounds, start=federation.round, turns=federation.engine.turns)
+        stack.callback(progress.end)
+        if not quiet:
+            federation.answer = progress.answer
+        logging = [_Logging(logger, progress.message) for logger in loggers_of(log, results)]
+        for logger in logging:
+            stack.callback(logger.close)
         stack.push(_at_end(results.write_csv))
         for record in recorded(federation, results):
-            progress.update(min(record["round"], rounds), **_shown(record, look.metric or ""))
+            progress.update(min(record["round"], rounds), **shown_values(record, look.metric or ""))
             seen(record)
-            if opened is not None:
-                opened.append(record)
+            for logger in logging:
+                logger.append(record)
     return results.records()[-1]
+
+
+class _Logging:
+    """A logger whose errors, such as those of a network, do not end the run: it gets no more records, which is said."""
+
+    def __init__(self, logger: Logger, say: Callable[[str], None]) -> None:
+        self._logger, self._say = logger, say
+        self._broken = False
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        if not self._broken:
+            self._try(lambda: self._logger.append(record))
+
+    def close(self) -> None:
+        self._try(self._logger.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if not self._broken:
+                name = type(self._logger).__name__.lstrip("_")
+                self._say(f"{name} gets no more records ({type(error).__name__}: {error}); the run goes on")
+            self._broken = True
 
 
 def _at_end(write: Callable[[], None]) -> Callable[..., None]:
@@ -188,15 +225,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _shown(record: Mapping[str, Any], metric: str) -> dict[str, float]:
-    """What the progress display shows of a round: the metric of each model, else the training loss."""
-    models = record.get("models", {})
-    if not models:
-        return {"loss": record["training"]["loss"]} if "loss" in record["training"] else {}
-    found = {name: splits.get("test", {}).get(metric) for name, splits in models.items()}
-    return {f"{name} {metric}": summary["mean"] for name, summary in found.items() if summary is not None}
 
 
 def config_of(experiment: Experiment, look: Look) -> dict[str, Any]:

@@ -120,6 +120,33 @@ def test_help_lists_every_option_with_its_default(capsys: pytest.CaptureFixture[
     assert "classes of each client" in text  # an option of the partition that is in use
 
 
+def test_help_shows_what_is_asked_for_most_and_help_all_the_rest_in_groups(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = {}
+    for word in ("--help", "--help-all"):
+        for command in (["run", "ditto"], ["run"], ["compare"], ["sweep"]):
+            with pytest.raises(SystemExit) as stopped:
+                main([*command, word])
+            assert stopped.value.code == 0
+            shown[command[0], len(command), word] = capsys.readouterr().out
+    short, full = shown["run", 2, "--help"], shown["run", 2, "--help-all"]
+    assert short.count("\n") < 90 < 2 * 90 < full.count("\n")
+    flags = {text: set(re.findall(r"^  (--[a-z-]+)", text, re.M)) for text in (short, full)}
+    assert {"--lam", "--lr", "--rounds", "--data", "--k", "--workers", "--output"} <= flags[short] < flags[full]
+    assert "virtual time" not in short.lower() and "\nVirtual time" in full
+    assert f"--help-all shows {len(flags[full] - flags[short])} more options." in short
+    assert max(map(len, re.findall(r"^  .*", full, re.M))) <= 110
+    assert "--vary" in shown["sweep", 1, "--help"] and "--set" in shown["compare", 1, "--help"]
+
+
+def test_no_command_prints_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert text.count("\n") < 25 and "\n  run " in text and "pfl-ext run persfl" in text
+
+
 def test_results_that_are_there_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "fedavg", *QUICK, "--output", str(tmp_path)]
     assert main(arguments) == 0

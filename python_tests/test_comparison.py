@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pfl_ext.cli import main
-from pfl_ext.comparison import Comparison, folder_name, points, variant
+from pfl_ext.comparison import Comparison, points, variant
 from pfl_ext.data import Partition
 from pfl_ext.reports import ResultsFolder, read_config
 
@@ -168,11 +168,6 @@ def test_points_do_not_change_the_comparison_they_are_made_of() -> None:
         3,
     ]
     assert sections == {"method": {"ditto": {"lam": 2.0}}, "partition": {"name": "iid"}}
-
-
-def test_folder_names_hold_only_what_every_file_system_takes() -> None:
-    assert folder_name("PerAda w/o KD") == "perada-w-o-kd"
-    assert folder_name("alpha=0.1") == "alpha=0.1"
 
 
 def test_a_partition_seed_gives_every_seed_the_same_users_and_other_weights(tmp_path: Path) -> None:

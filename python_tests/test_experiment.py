@@ -144,10 +144,10 @@ def test_another_normalisation_is_another_run(images: str) -> None:
 
 def test_the_command_line_has_the_options_of_networks(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["run", "fedavg", "--help"])
+        main(["run", "fedavg", "--help-all"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "--network-adapters, --no-network-adapters" in text and "--network-pretrained NETWORK_PRETRAINED" in text
-    assert "--network-stem {imagenet,small}" in text and "--auxiliary AUXILIARY" in text and "--data-mean" in text
+    assert "--network-adapters, --no-network-adapters" in text and "--network-pretrained NAME" in text
+    assert "--network-stem {imagenet,small}" in text and "--auxiliary NAME" in text and "--data-mean" in text
 
 
 def test_network_options_of_the_command_line_reach_the_run(images: str, tmp_path: Path) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import Look
+from pfl_ext.reports import Look, on_terminal
 from pfl_ext.running import Output, compare_all, data_name
 
-from .comparing import compared
+from .comparing import compared, more_columns
 from .flags import known_flags
 from .parser import UsageError
 from .parsing import explained, output_of
@@ -46,6 +47,8 @@ def parse(arguments: Sequence[str]) -> Request:
 
 def execute(request: Request) -> int:
     """Run it, write tables and pictures, print the table."""
-    print(compare_all(request.experiments, request.config, request.output, request.look))
-    print(f"compared on {request.experiments[0][1].data}: results in {request.output.folder}")
+    found = compare_all(request.experiments, request.config, request.output, request.look)
+    print(on_terminal(str(found), sys.stdout))
+    where = f"results in {request.output.folder}{more_columns(request.look)}"
+    print(f"compared on {request.experiments[0][1].data}: {where}")
     return 0

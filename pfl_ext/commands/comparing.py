@@ -14,10 +14,10 @@ from pfl_ext.sections import method_options
 
 from .flags import add_option
 from .parser import Parser, UsageError
-from .parsing import Basis, Words, add_data, add_output, add_settings, listed, look_of, words_of
+from .parsing import Basis, Words, add_data, add_output, add_settings, hide_rare, listed, look_of, words_of
 from .trust import load_code
 
-__all__ = ["Compared", "compared"]
+__all__ = ["Compared", "compared", "more_columns"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,12 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
     )
 
 
+def more_columns(look: Look) -> str:
+    """What is said below a table of some columns."""
+    some = look.columns is None and look.style != "csv"
+    return " (the files there have all columns; --columns chooses)" if some else ""
+
+
 def _add_options(parser: Parser, command: str, basis: Basis) -> None:
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods, or variants that the file names")
     group = parser.add_argument_group("options of all methods")
@@ -82,6 +88,7 @@ def _add_options(parser: Parser, command: str, basis: Basis) -> None:
             "--vary", action="append", default=[], metavar="SECTION.OPTION=A,B,...", help="an option and its values"
         )
     group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
+    hide_rare(parser, basis)
     styles = ("markdown", "csv", "latex")
     group.add_argument("--style", choices=styles, default="markdown", help="of the printed table")
 

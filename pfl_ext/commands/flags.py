@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import types
+import typing
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pfl_ext.algorithms import METHODS
@@ -25,7 +28,7 @@ from .parser import UsageError
 
 __all__ = ["add_option", "flag", "known_flags", "refuse_unknown", "spoken", "with_flags"]
 
-_OUTPUT = ("resume", "overwrite", "output", "quiet", "tensorboard", "metric", "statistic", "columns")
+_OUTPUT = ("resume", "overwrite", "output", "quiet", "log", "metric", "statistic", "columns")
 
 
 def flag(section: str, key: str) -> str:
@@ -50,8 +53,18 @@ def add_option(group: Any, option: Option, section: str, key: str | None = None)
     if option.type is bool:
         group.add_argument(name, action=argparse.BooleanOptionalAction, **common)
     else:
-        metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else None
-        group.add_argument(name, metavar=metavar or name[2:].replace("-", "_").upper(), **common)
+        metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else _stands_for(option.type)
+        group.add_argument(name, metavar=metavar, **common)
+
+
+def _stands_for(kind: Any) -> str:
+    """What stands for a value in help."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    if isinstance(kind, types.UnionType):
+        return _stands_for(parts[0])
+    if typing.get_origin(kind) is tuple:
+        return f"{_stands_for(parts[0])},..."
+    return {int: "N", float: "X", str: "NAME", Path: "PATH"}.get(kind, "VALUE")
 
 
 def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str], chosen: Mapping[str, str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 __all__ = ["Parser", "UsageError"]
@@ -12,8 +14,32 @@ class UsageError(Exception):
     """The command line is wrong; the message says how, in one line."""
 
 
+_WIDTH = 100  # columns that help takes at most
+
+
+class _Everything(argparse.Action):
+    """Print all options, and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """In place of setting a value."""
+        assert isinstance(parser, Parser)
+        print(parser.format_help(everything=True), end="")
+        parser.exit()
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal, up to a width that is read with ease."""
+
+    def __init__(self, prog: str) -> None:
+        """See the class."""
+        super().__init__(prog, max_help_position=30, width=min(_WIDTH, shutil.get_terminal_size().columns) - 2)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser of a command whose errors are one line."""
+    """A parser of a command whose errors are one line.
+
+    Where some of its options are rare (`rare`), ``--help`` leaves them out, and ``--help-all`` shows all.
+    """
 
     def __init__(self, command: str, operands: str = "", **more: Any) -> None:
         """Of ``pfl-ext COMMAND OPERANDS [options]``."""
@@ -22,10 +48,37 @@ class Parser(argparse.ArgumentParser):
                 "prog": f"pfl-ext {command}",
                 "usage": f"pfl-ext {command}{operands} [options]",
                 "allow_abbrev": False,
-                "formatter_class": argparse.RawDescriptionHelpFormatter,
+                "formatter_class": _Formatter,
                 **more,
             }
         )
+        self._rare: set[str] = set()
+
+    def rare(self, destinations: Iterable[str]) -> None:
+        """Show these options with ``--help-all`` alone."""
+        if not self._rare:
+            text = "show all options, in groups"
+            self.add_argument("--help-all", action=_Everything, nargs=0, default=argparse.SUPPRESS, help=text)
+        self._rare |= set(destinations)
+
+    def format_help(self, everything: bool = False) -> str:
+        """The help; without rare options and without groups that have no others, unless ``everything``."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        hidden = 0
+        for group in self._action_groups:
+            shown = [action for action in group._group_actions if everything or action.dest not in self._rare]
+            hidden += len(group._group_actions) - len(shown)
+            if shown:
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(shown)
+                formatter.end_section()
+        if hidden:
+            formatter.add_text(f"--help-all shows {hidden} more options.")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """In place of the usage and the end of the process."""

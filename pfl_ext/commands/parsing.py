@@ -14,13 +14,14 @@ from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
 from pfl_ext.nn import NETWORKS
 from pfl_ext.options import Option, OptionError, nearest, title
-from pfl_ext.reports import COLUMNS, METRIC, STATISTIC, Look
+from pfl_ext.reports import COLUMNS, LOGGERS, METRIC, STATISTIC, Look
 from pfl_ext.running import Output
 from pfl_ext.sections import (
     DATA_OPTIONS,
     NETWORK_OPTIONS,
     PARTITION_OPTIONS,
     TASK_OPTIONS,
+    method_options,
     network_options,
     partition_options,
     settings_options,
@@ -36,9 +37,11 @@ __all__ = [
     "Basis",
     "Words",
     "add_data",
+    "add_method",
     "add_output",
     "add_settings",
     "explained",
+    "hide_rare",
     "listed",
     "look_of",
     "output_of",
@@ -176,35 +179,79 @@ def _add_own(group: Any, section: str, names: Iterable[str], options_of: Callabl
 
 
 def add_settings(parser: Parser) -> None:
-    """Add the options of the federation, a group for each group of settings."""
-    groups: dict[str, Any] = {}
+    """Add the options of the federation, a group for each group of settings, those that are asked for most first."""
+    *titles, of_engine = dict.fromkeys(option.group for option in settings_options().values())
+    groups = {title: parser.add_argument_group(title) for title in (*reversed(titles), of_engine)}
     for option in settings_options().values():
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
         add_option(groups[option.group], option, "federation")
 
 
+def add_method(parser: Parser, method: str, title_: str) -> None:
+    """Add the options of a method: those that it has itself, and those of the local training that all share."""
+    shared = method_options("fedavg").keys()
+    own = parser.add_argument_group(title_, title(METHODS[method]))
+    local = parser.add_argument_group("local training", "The options that all methods share.")
+    for option in method_options(method).values():
+        add_option(local if option.name in shared else own, option, "method")
+
+
+_COMMON = {
+    "data": ("name", "root", "download"),
+    "partition": ("name", "clients"),
+    "task": ("name",),
+    "network": ("name",),
+    "federation": ("rounds", "participation", "seed", "evaluate_every", "device", "workers"),
+    "method": ("lr", "momentum", "weight_decay", "batch_size", "local_epochs"),
+}
+
+
+def hide_rare(parser: Parser, basis: Basis, method: str | None = None) -> None:
+    """Let ``--help`` show the options that are asked for most, and those of the method and the partition."""
+    own: dict[str, set[str]] = {section: set(names) for section, names in _COMMON.items()}
+    own["partition"] |= partition_options(basis.partition).keys()
+    if method is not None:
+        own["method"] |= method_options(method).keys() - method_options("fedavg").keys()
+    found = [action.dest.partition(".") for action in parser._actions]
+    rare = [f"{section}.{key}" for section, dot, key in found if dot and key not in own[section]]
+    parser.rare([*rare, "trust_code", "log", "statistic"])
+
+
 # ---- where results go ------------------------------------------------------------------------------------------------
+
+
+_LOG = Option(
+    "log",
+    tuple[str, ...],
+    (),
+    f"give every record to {', '.join(LOGGERS)} too, each an extra of the package; W&B and MLflow take their own "
+    "variables, such as WANDB_MODE=offline and MLFLOW_TRACKING_URI",
+)
 
 
 def add_output(parser: Parser, default: str) -> None:
     """Add the options of the configuration file and of the results."""
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--config", type=Path, help="a TOML file with the tables data, partition, task, network, federation, method"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a TOML file with the tables data, partition, task, network, federation, method",
     )
     add_trust(group)
-    group.add_argument("--output", type=Path, help=f"folder for results and checkpoints (default: {default})")
+    group.add_argument(
+        "--output", type=Path, metavar="FOLDER", help=f"folder for results and checkpoints (default: {default})"
+    )
     group.add_argument("--resume", action="store_true", help="go on from the folder's last good checkpoint")
     group.add_argument(
         "--overwrite", action="store_true", help="remove the results of an earlier run in the folder, and begin anew"
     )
     group.add_argument("--quiet", action="store_true", help="no progress display")
-    group.add_argument("--tensorboard", action="store_true", help="write TensorBoard files into the folder too")
+    group.add_argument("--log", metavar="NAME,...", default=(), help=_LOG.help)
     group.add_argument("--no-plots", action="store_true", help="draw nothing")
     for option in (METRIC, STATISTIC, COLUMNS):  # the file may set them: no default here
         text = option.help if option.default is None else f"{option.help} (default: {option.default})"
-        group.add_argument(f"--{option.name}", choices=option.choices, help=text.replace("%", "%%"))
+        metavar = None if option.choices else "A,B,..." if option is COLUMNS else "NAME"
+        group.add_argument(f"--{option.name}", choices=option.choices, metavar=metavar, help=text.replace("%", "%%"))
 
 
 def output_of(words: Words, default: str) -> Output:
@@ -217,7 +264,7 @@ def output_of(words: Words, default: str) -> Output:
         resume=rest["resume"],
         overwrite=rest["overwrite"],
         quiet=rest["quiet"],
-        tensorboard=rest["tensorboard"],
+        log=_LOG.parse(rest["log"]),
         plots=not rest["no_plots"],
     )
 

@@ -10,19 +10,20 @@ from pfl_ext.algorithms import METHODS
 from pfl_ext.comparison import check_own_tables, method_of, variant
 from pfl_ext.configuration import Configuration
 from pfl_ext.experiment import Experiment
-from pfl_ext.options import nearest, title
+from pfl_ext.options import nearest
 from pfl_ext.reports import Look
 from pfl_ext.running import Output, run_name, run_one
-from pfl_ext.sections import method_options
 
-from .flags import add_option, known_flags
+from .flags import known_flags
 from .parser import Parser, UsageError
 from .parsing import (
     Basis,
     add_data,
+    add_method,
     add_output,
     add_settings,
     explained,
+    hide_rare,
     listed,
     look_of,
     output_of,
@@ -87,12 +88,11 @@ def parse(arguments: Sequence[str]) -> Request:
 
 def _add_options(parser: Parser, method: str | None, basis: Basis) -> None:
     if method is not None:
-        group = parser.add_argument_group(f"method {method}", title(METHODS[method]))
-        for option in method_options(method).values():
-            add_option(group, option, "method")
+        add_method(parser, method, f"method {method}")
     add_data(parser, basis.partition)
     add_settings(parser)
     add_output(parser, "results/METHOD-DATA-PARTITION-seedN")
+    hide_rare(parser, basis, method)
 
 
 def _refuse_late_method(parser: Parser, arguments: Sequence[str], sections: Mapping[str, Any]) -> None:

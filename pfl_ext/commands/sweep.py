@@ -10,11 +10,11 @@ from typing import Any
 
 from pfl_ext.comparison import Point, points
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import Look, Runs, option_curves, table, tails, users
-from pfl_ext.running import Output, data_name, folders_of, run_all, with_config, write_tables
+from pfl_ext.reports import Look, Progress, Runs, on_terminal, option_curves, tails, users
+from pfl_ext.running import Output, data_name, folders_of, printed, run_all, with_config, write_tables
 from pfl_ext.runs import draw
 
-from .comparing import compared
+from .comparing import compared, more_columns
 from .flags import known_flags
 from .parser import UsageError
 from .parsing import explained, output_of
@@ -69,16 +69,20 @@ def execute(request: Request) -> int:
     output, look = request.output, request.look
     every = [folder for point, some in request.points for folder in folders_of(some, output.folder / point.folder)]
     output.check(every)
-    with with_config(output.folder, request.config):
-        return _run(request, output, look)
+    labels = [label for _, some in request.points for label, _ in some]
+    with with_config(output.folder, request.config), Progress(labels, quiet=output.quiet) as progress:
+        return _run(request, output, look, progress)
 
 
-def _run(request: Request, output: Output, look: Look) -> int:
+def _run(request: Request, output: Output, look: Look, progress: Progress) -> int:
     rows: list[dict[str, Any]] = []
     tail_rows: list[dict[str, Any]] = []
     curves: list[tuple[Mapping[str, Any], Runs]] = []
+    of_method = {name: name.startswith("method.") for name in request.points[0][0].values}
+    varied = _short(of_method)
     for point, some in request.points:
-        found, dataset, partition = run_all(some, output.folder / point.folder, output, look)
+        where = ", ".join(f"{name}={value}" for name, value in _short(point.values).items())
+        found, dataset, partition = run_all(some, output.folder / point.folder, output, look, progress, where)
         runs, look = found.folders, found.look
         if output.plots:
             draw(runs, output.folder / point.folder, dataset, partition, look)
@@ -90,22 +94,15 @@ def _run(request: Request, output: Output, look: Look) -> int:
             rows.append({**_short(own), **row})
             tail_rows.append({**_short(own), **of_tails})
         curves.append((point.values, runs))
-        write_tables(rows, output.folder, "sweep", look, _columns(rows, look))
-        write_tables(tail_rows, output.folder, "tails", look)
-    print(table(rows, _columns(rows, look), look.style, look.digits))
+        write_tables(rows, output.folder, "sweep", look, varied=varied)
+        write_tables(tail_rows, output.folder, "tails", look, varied=varied, whole=True)
+    progress.close()
+    print(on_terminal(printed(rows, look, varied=varied), sys.stdout))
     experiments = [made for _, some in request.points for _, made in some]
     if output.plots:
         _draw(curves, output.folder, look.metric or "", any(made.settings.new_clients for made in experiments))
-    print(f"{len(request.points)} points on {experiments[0].data}: results in {output.folder}")
+    print(f"{len(request.points)} points on {experiments[0].data}: results in {output.folder}{more_columns(look)}")
     return 0
-
-
-def _columns(rows: Sequence[Mapping[str, Any]], look: Look) -> list[str] | None:
-    """The chosen columns, after the options that differ."""
-    if look.columns is None:
-        return None
-    first = list(rows[0])
-    return [*first[: first.index("method")], *look.columns]
 
 
 def _short(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,12 @@ from torch import Tensor
 __all__ = ["draw_partition"]
 
 
+def _sizes(shares: Tensor) -> list[float]:
+    """The areas of circles of these shares of the largest."""
+    found: list[float] = (3 + 150 * shares).tolist()
+    return found
+
+
 def draw_partition(
     title: str,
     parts: Mapping[str, Sequence[int]],
@@ -66,9 +72,18 @@ def draw_partition(
     if clients <= 50 and classes <= 30:
         at = counts.nonzero()
         area = counts[at[:, 0], at[:, 1]] / counts.max()
-        composition.scatter(
-            at[:, 0].tolist(), at[:, 1].tolist(), s=(3 + 150 * area).tolist(), color="#3b6ea5", linewidth=0
-        )
+        composition.scatter(at[:, 0].tolist(), at[:, 1].tolist(), s=_sizes(area), color="#3b6ea5", linewidth=0)
+        most = int(counts.max())
+        some = sorted({most, most // 4, most // 20} - {0}, reverse=True)
+        key = [
+            composition.scatter(
+                [], [], s=_sizes(torch.tensor([count / most])), color="#3b6ea5", linewidth=0, label=count
+            )
+            for count in some
+        ]
+        # Beside the circles, among which it would be one more client's.
+        beside = {"loc": "center left", "bbox_to_anchor": (1.005, 0.5), "frameon": False, "fontsize": "small"}
+        composition.legend(handles=key, title="samples", title_fontsize="small", labelspacing=1.0, **beside)
         composition.set_axisbelow(True)
         composition.grid(color="#e8e8e8", linewidth=0.6)
     else:

@@ -17,6 +17,7 @@ from pfl_ext.federation.engine import in_files
 from pfl_ext.federation.evaluation import GLOBAL_TEST_PART
 from pfl_ext.federation.mapped import MappedTensor, RemoteTensor, opened, scratch_folder
 from pfl_ext.federation.messages import Vector
+from pfl_ext.federation.turns import Turns
 
 from .exchange import Exchange
 from .ranks import Ranks
@@ -105,11 +106,13 @@ class Site:
 
     Attributes:
         averages: those since the last publication, by their numbers.
+        turns: counts those that were carried out here.
     """
 
     def __init__(self, ranks: Ranks, plan: Plan, clients: Sequence[int]) -> None:
         """See the class."""
         self.averages: dict[int, Tensor] = {}
+        self.turns = Turns()
         self._ranks, self._plan, self.rank = ranks, plan, ranks.rank
         mapped = plan.settings.store == "mapped"
         self._folder = scratch_folder(self, 1 << 62) if mapped else None
@@ -186,6 +189,7 @@ class Site:
         if reply.error is not None and self._plan.method.buffer is not None:
             # It diverged beside its upload, which nobody will ask for. In synchronous rounds the next one removes it.
             _remove(*(self._vectors.pop(number) for number in range(before + 1, self._numbers + 1)))
+        self.turns.end()
         return reply
 
     def _forget_all(self) -> None:

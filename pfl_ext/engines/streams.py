@@ -69,6 +69,7 @@ class Streams(InProcess):
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies in the order of the requests."""
         random_state, free = torch.get_rng_state(), queue.SimpleQueue[_Lane]()
+        self.turns.begin(requests)
         for lane in self._lanes:
             free.put(lane)
         before = torch.cuda.current_stream(self._device)
@@ -76,7 +77,9 @@ class Streams(InProcess):
             with ThreadPoolExecutor(self.streams, "turn", torch.set_num_threads, (self._threads,)) as pool:
                 turns = [pool.submit(self._turn, free, before, request) for request in requests]
                 for turn in turns:
-                    yield turn.result()
+                    reply = turn.result()
+                    self.turns.end()
+                    yield reply
         finally:
             torch.set_rng_state(random_state)
 

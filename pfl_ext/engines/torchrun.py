@@ -229,7 +229,11 @@ class Torchrun(Here):
                 self._ranks.send(rank, (name, every[rank]))
         # An error of this rank waits until the others have answered: they must not be left in the middle.
         answers: dict[int, Answer] = {0: _done(self._site, name, every[0])} if 0 in asked else {}
-        answers |= {rank: self._ranks.receive(rank) for rank in asked if rank}
+        for rank in asked:
+            if rank:
+                answers[rank] = self._ranks.receive(rank)
+                if name == "run":
+                    self.turns.end(len(every[rank][0]))
         self._ranks.busy = False
         for error, _ in answers.values():
             _raise(error)
@@ -256,6 +260,7 @@ class Torchrun(Here):
         own = sorted(k for k, owner in self._owner.items() if owner == 0)
         # It has all samples anyway: they are the run's own.
         self._site = Site(ranks, plan, [] if self._free else own)
+        self._site.turns = self.turns
         self._started = True
         answers = [ranks.receive(rank) for rank in range(1, ranks.size)]
         ranks.busy = False
@@ -287,6 +292,7 @@ class Torchrun(Here):
         places = self._places(requests, costs)
         every = [[i for i, place in enumerate(places) if place == rank] for rank in range(self._ranks.size)]
         training = bool(requests) and requests[0].stage == "train"
+        self.turns.begin(requests)
         eager: Eager = frozenset()
         if training and self._eager:
             eager = None if self._averaged is None else frozenset(self._averaged)

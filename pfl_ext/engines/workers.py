@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -302,13 +302,21 @@ class Workers(Here):
         size = max(1, len(requests) // (_MESSAGES * self.workers))
         messages = [order[begin : begin + size] for begin in range(0, len(requests), size)]
         place = {i: (number, j) for number, message in enumerate(messages) for j, i in enumerate(message)}
+        self.turns.begin(requests)
         try:
             found = [self._pool.submit(_carry_out, [self._portable(requests[i]) for i in some]) for some in messages]
+            for future in found:
+                future.add_done_callback(self._count)
             for i in range(len(requests)):
                 number, j = place[i]
                 yield found[number].result()[j]
         except BrokenProcessPool:
             self._lost(f"in the stage {requests[0].stage!r} of round {requests[0].round}")
+
+    def _count(self, message: Future[list[Reply]]) -> None:
+        """Count the turns of a message that is over."""
+        if not message.cancelled() and message.exception() is None:
+            self.turns.end(len(message.result()))
 
     def _portable(self, request: Request) -> Request:
         """A request whose vectors are all in files."""

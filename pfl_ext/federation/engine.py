@@ -16,6 +16,7 @@ from .messages import Reply, Request, Vector
 from .plan import Plan
 from .runtime import ClientRuntime, threads
 from .store import ClientStore
+from .turns import Turns
 from .uploads import Here, VectorAccess
 
 __all__ = ["Engine", "InProcess"]
@@ -26,6 +27,10 @@ class Engine(VectorAccess, Protocol):
 
     What comes out of a run does not depend on the engine, to the bit.
     """
+
+    @property
+    def turns(self) -> Turns:
+        """How far it is within a round, as far as it counts (`Turns.begin` and `Turns.end` in :meth:`run`)."""
 
     def start(self, plan: Plan) -> None:
         """Make clients' runtimes, each client with its initial vectors. Called once, before all others."""
@@ -84,11 +89,13 @@ class InProcess(Here):
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies, one after the other."""
         random_state = torch.get_rng_state()
+        self.turns.begin(requests)
         try:
             for request in requests:
                 # Not across the yield: whoever takes the replies computes with all threads.
                 with threads(self._threads):
                     reply = self.runtime(request)
+                self.turns.end()
                 yield reply
         finally:
             torch.set_rng_state(random_state)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -71,6 +72,8 @@ class Federation:
         server: the server's vectors.
         identity: what a run that goes on where this one stopped must have in common with it.
         client_results: every client's results in the last evaluation of this object.
+        answer: is given the answer to the first Ctrl-C, and by default writes it to stderr. It is called at once,
+            wherever the program is, and so may do little more than to note it.
     """
 
     def __init__(
@@ -117,6 +120,8 @@ class Federation:
         has_global_model = method.global_model(self.server, self.server.model) is not None
         self._evaluate = Evaluator(self.engine, self.task, s, partition, plan.tests, has_global_model)
         self.client_results: list[ClientResult] = []
+        self.answer: Callable[[str], None] = _write_answer
+        self._at_work = "round 1"  # what is finished before the run stops
         self._names: set[str] = set()  # of what clients have received
         if resume:
             self._resume()
@@ -145,7 +150,7 @@ class Federation:
     def rounds(self) -> Iterator[Record]:
         """The same round by round: whoever takes a record observes the run, and a checkpoint is written afterwards.
 
-        The first Ctrl-C (or SIGTERM) ends it after the round, saved; a second one at once.
+        The first Ctrl-C (or SIGTERM) is answered at once and ends it after the round, saved; a second one at once.
 
         Raises:
             Interrupted: it was stopped.
@@ -154,13 +159,14 @@ class Federation:
         s = self.settings
         if s.rounds == 0 and "finish" not in self.method.stages:
             raise ValueError("0 rounds, and the method has no personal stage: there is nothing to run")
-        with contextlib.closing(self.engine), interruptible() as stop:
+        with contextlib.closing(self.engine), interruptible(self._heard) as stop:
             self.engine.publish(self.server)
             while self.round < s.rounds:
                 yield self._one_round()
                 self._pause(stop, due=self.round == s.rounds or self.round % s.checkpoint_every == 0)
             if "finish" in self.method.stages and self.recorded <= s.rounds:
                 begin = time.perf_counter()
+                self._at_work = "some clients' own training"
                 # In groups, saved only between them: what is saved never holds a client that is done and not counted.
                 while self._state.personalized < self.partition.clients:
                     self._personalize_some()
@@ -172,9 +178,15 @@ class Federation:
                 yield self._timed(record, begin)
                 self._pause(stop, due=True)
 
+    def _heard(self) -> None:
+        """Answer the first Ctrl-C."""
+        saving = "" if self._checkpoints is None else ", then saving"
+        self.answer(f"finishing {self._at_work}{saving}; again to stop now")
+
     def _one_round(self) -> Record:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
+        self._at_work = f"round {t}"
         self.server.begin(t, members(s, self.partition.clients, t))
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
@@ -315,3 +327,9 @@ class Federation:
         if state["round"] > self.settings.rounds:
             raise ValueError(f"the saved run has {state['round']} rounds; {self.settings.rounds} are asked for")
         self._state.restore(state, tensors)
+
+
+def _write_answer(text: str) -> None:
+    """Write a line to stderr past Python's buffers, in the middle of whose work a signal may come."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

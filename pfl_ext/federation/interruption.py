@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 __all__ = ["Interrupted", "interruptible"]
@@ -24,8 +24,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; in other threads than the main one nothing does."""
+def interruptible(heard: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; in other threads than the main one nothing does.
+
+    Args:
+        heard: called at once by the first signal, wherever the program is at that moment.
+    """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -40,6 +44,7 @@ def interruptible() -> Iterator[threading.Event]:
         if not asked.is_set():
             first = now
             asked.set()
+            heard()
         elif now - first > together:
             for other in _SIGNALS:
                 signal.signal(other, before[other])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from pfl_ext.ops import weighted_average
 from .mapped import MappedTensor, opened
 from .messages import Vector
 from .model import WorkingModel
+from .turns import Turns
 
 __all__ = ["Here", "Uploads", "VectorAccess", "outputs_of"]
 
@@ -56,6 +58,11 @@ def outputs_of(model: WorkingModel, state: Tensor, data: Dataset, rows: Tensor) 
 
 class Here:
     """Vectors in this process's memory, or in files that it sees."""
+
+    @cached_property
+    def turns(self) -> Turns:
+        """How far it is with clients' turns: for an engine to count, and a display to show."""
+        return Turns()
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Method, Settings
+from pfl_ext.reports import shown_values, value_words
 from pfl_ext.runs import has_results, run_in
 from pfl_ext.tasks import Task
 
@@ -86,8 +87,13 @@ def _run(grid: Grid, parts: Parts, config: Mapping[str, Any]) -> None:
     def make(*args: Any, **more: Any) -> Federation:
         return engine.follow(experiment.make(*args, engine=engine, **more))
 
+    metric = experiment.make_task(dataset).metric
+
+    def tell(record: Mapping[str, Any]) -> None:
+        _tell(record, metric)
+
     last = run_in(
-        target, experiment, dataset, partition, resume=resume, overwrite=overwrite, quiet=True, make=make, seen=_tell
+        target, experiment, dataset, partition, resume=resume, overwrite=overwrite, quiet=True, make=make, seen=tell
     )
     log(INFO, "done after round %s: results in %s", last["round"], target)
 
@@ -108,18 +114,15 @@ def _run_given(
         resume=resume,
     )
     for record in engine.follow(federation).rounds():
-        _tell(record)
+        _tell(record, federation.task.metric)
 
 
-def _tell(record: Mapping[str, Any]) -> None:
-    """A line of the log for a round."""
-    accuracy = {
-        model: f"{splits['test']['accuracy']['mean']:.4f}"
-        for model, splits in record.get("models", {}).items()
-        if "test" in splits and "accuracy" in splits["test"]
-    }
-    dropped = f", left out {record['dropped']}" if record.get("dropped") else ""
-    log(INFO, "round %s: accuracy %s%s", record["round"], accuracy or "not evaluated", dropped)
+def _tell(record: Mapping[str, Any], metric: str) -> None:
+    """A line of the log for a round: Flower's log is where its users look."""
+    dropped = [f"left out {record['dropped']}"] if record.get("dropped") else []
+    round = "the clients' own training" if "stage" in record else f"round {record['round']}"
+    words = [*value_words(shown_values(record, metric))] or ["not evaluated"]
+    log(INFO, "%s: %s", round, ", ".join([*words, *dropped]))
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .plots import _import, _save
+from .plots import _import, _save, _title
 
 if TYPE_CHECKING:
     from pfl_ext.federation import WorkingModel
@@ -124,6 +124,7 @@ def draw_landscapes(surfaces: Mapping[str, Surface], path: str | os.PathLike[str
     every = every[np.isfinite(every)]
     low, high = float(every.min()), min(float(every.max()), 10 * float(np.median(every)))
     figure = _import("figure").Figure(figsize=(1.2 + 3.4 * len(surfaces), 6.2), layout="constrained")
+    _title(figure, "Loss around the models: in perspective above, as contours below")
     levels = np.linspace(low, high, 16)
     for column, (title, surface) in enumerate(surfaces.items(), start=1):
         losses = np.clip(np.nan_to_num(surface.losses, nan=high, posinf=high), low, high)

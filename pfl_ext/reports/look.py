@@ -23,7 +23,8 @@ COLUMNS = Option(
     "columns",
     tuple[str, ...] | None,
     None,
-    "of the table, such as method,personal: local test (default: all; the CSV file has all)",
+    "of the table, such as method,personal: local test (default: those that answer which method is best; the files "
+    "have all)",
 )
 # Every other column is of a model, as in "personal: local test".
 _COLUMNS = (
@@ -52,7 +53,7 @@ class Look:
     """None: the task's."""
     statistic: str = STATISTIC.default
     columns: tuple[str, ...] | None = None
-    """None: all."""
+    """None: those that answer which method is best, in the files all."""
     style: Style = "markdown"
     """Of the printed table."""
 

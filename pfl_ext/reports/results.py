@@ -4,7 +4,8 @@ r"""The folder of a run's results, written so that no moment of a kill, a full d
 config.toml             the run's options, as ``--config`` takes them
 versions.json           what it ran with
 metrics.jsonl           one round record a line, appended round by round: the source of everything below
-metrics.csv             the same as a flat table, made from it
+metrics.csv             the same as a wide table, made from it: a line a round, a column a number
+metrics-long.csv        the same as a long ("tidy") table: a line a number (:func:`tidy`)
 clients.csv             the per-client results of the last evaluation
 clients/round-*.csv     the same of every evaluation
 \*.safetensors, \*.png  what else a run leaves, through :meth:`ResultsFolder.replacing`
@@ -26,6 +27,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,7 +39,20 @@ import torch
 
 from pfl_ext.toml import as_toml, read_toml
 
-__all__ = ["CONFIG", "LOCK", "ResultsError", "ResultsFolder", "Runs", "lock", "read_config", "versions"]
+__all__ = [
+    "CONFIG",
+    "LOCK",
+    "TIDY",
+    "ResultsError",
+    "ResultsFolder",
+    "Runs",
+    "flatten",
+    "folder_name",
+    "lock",
+    "read_config",
+    "tidy",
+    "versions",
+]
 
 CONFIG = "config.toml"
 """The file of a results folder with the run's options."""
@@ -156,8 +171,14 @@ class ResultsFolder:
             self.write_csv()
 
     def write_csv(self) -> None:
-        """Make metrics.csv from metrics.jsonl: a line a round, ``personal/test/accuracy/mean`` the name of a column."""
-        self._write_table("metrics.csv", [flatten(record) for record in self.records()])
+        """Make metrics.csv and metrics-long.csv from metrics.jsonl.
+
+        The first has a line a round and columns such as ``personal/test/accuracy/mean``, the second a line a number
+        (`tidy`).
+        """
+        records = self.records()
+        self._write_table("metrics.csv", [flatten(record) for record in records])
+        self._write_table("metrics-long.csv", [row for record in records for row in tidy(record)], TIDY)
 
     def _read(self) -> tuple[list[dict[str, Any]], bool]:
         """The records, and whether the file is exactly these lines."""
@@ -257,13 +278,18 @@ class ResultsFolder:
         with self.replacing(name) as path:
             path.write_text(text, encoding="utf-8", newline="")
 
-    def _write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns = list(dict.fromkeys(column for row in rows for column in row))
+    def _write_table(self, name: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+        columns = columns or list(dict.fromkeys(column for row in rows for column in row))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
-        writer.writerows([_plain(row[c]) if c in row else "" for c in columns] for row in rows)
+        writer.writerows([_plain(row[c]) if row.get(c) is not None else "" for c in columns] for row in rows)
         self._write(name, text.getvalue())
+
+
+def folder_name(text: str) -> str:
+    """The text as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9.=+]+", "-", text).strip("-").lower()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -429,3 +455,49 @@ def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
         else:
             add(key, value)
     return cells
+
+
+TIDY = ("round", "stage", "group", "model", "data", "metric", "statistic", "value")
+"""The columns of metrics-long.csv."""
+
+
+def tidy(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A record in long form: a row for each of its numbers, all with the keys of `TIDY`.
+
+    - ``round``: its number. What clients do on their own after the last round is no further round: it has the number
+      of the last one and the ``stage`` "personalized". All else has the stage "round".
+    - ``group``: what kind of number it is. ``models``: of an evaluation; ``new_clients``: of an evaluation of those
+      that joined late; ``training``, ``communication``, ``clock`` (virtual seconds by protocol), ``server``; ``round``
+      for the rest, such as ``seconds`` and ``clients``, how many took part.
+    - ``model``, ``data``: which model on whose data, such as "personal" on "test" or "global" on "global_test"; None
+      where the number is of no model.
+    - ``metric``: such as "accuracy", "up_bytes" or "seconds".
+    - ``statistic``: over the clients, such as "mean" or "lowest5"; None where it is one number.
+    - ``value``: the number. Shares such as the accuracy are between 0 and 1.
+    """
+    stage = str(record.get("stage", "round"))
+    first = {"round": record["round"] - (stage != "round"), "stage": stage}
+    return [
+        first | dict(zip(TIDY[2:], (*names, number), strict=True))
+        for key, value in record.items()
+        if key not in ("round", "stage", "work")
+        for names, number in _numbers(key, value)
+        if _is_number(number)
+    ]
+
+
+_Names = tuple[str, str | None, str | None, str, str | None]
+
+
+def _numbers(key: str, value: Any) -> Iterator[tuple[_Names, Any]]:
+    """The numbers of a record's part, each with its group, model, data, metric and statistic."""
+    if key in ("models", "new_clients"):
+        for model, splits in value.items():
+            for data, metrics in splits.items():
+                for metric, found in metrics.items():
+                    for statistic, number in found.items() if isinstance(found, Mapping) else ((None, found),):
+                        yield (key, model, data, metric, statistic), number
+    else:
+        group = key if isinstance(value, Mapping) else "round"
+        for name, number in flatten({key: value}).items():
+            yield (group, None, None, name.removeprefix(f"{group}/"), None), number

@@ -5,18 +5,33 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 
-from pfl_ext.metrics import scale_of
+from pfl_ext.metrics import scale_of, sign_of
 
 from .results import ResultsFolder, Runs
 from .rounds import best_rounds, rounds_to_converge
 
-__all__ = ["Spread", "Style", "comparison", "per_user", "table", "tails", "transpose"]
+__all__ = [
+    "Spread",
+    "Style",
+    "best_cells",
+    "comparison",
+    "main_columns",
+    "on_terminal",
+    "per_user",
+    "table",
+    "tails",
+    "transpose",
+]
+
+WIDTH = 100
+"""Characters that a printed table is wide at most."""
 
 Style = Literal["markdown", "csv", "latex"]
 Row = dict[str, object]
@@ -38,6 +53,7 @@ def table(
     style: Style = "markdown",
     digits: int = 2,
     missing: str = "-",
+    best: Sequence[Mapping[str, bool]] = (),
 ) -> str:
     r"""The rows as the text of a table, special characters of the style escaped.
 
@@ -49,6 +65,7 @@ def table(
             ``"latex"`` (a ``tabular`` with the rules of the package ``booktabs``).
         digits: Decimals of a float in Markdown and LaTeX; a smaller number shows as many significant digits.
         missing: What stands for None, NaN and an absent column; nothing does in CSV, where NaN is ``nan``.
+        best: For each row the columns to print in bold in Markdown and LaTeX, as `best_cells` finds them.
 
     Raises:
         ValueError: another style.
@@ -63,7 +80,19 @@ def table(
         return _csv(headings, cells)
 
     write, escape = (_latex_cell, _latex_text) if style == "latex" else (_markdown_cell, _markdown_text)
-    body = [[write(cells[c][i], digits, missing) for c in headings] for i in range(len(rows))]
+    bold = [[bool(best and best[i].get(column)) for column in headings] for i in range(len(rows))]
+    emphasise, plain = (_latex_bold, "") if style == "latex" else ("**{}**".format, "  ")
+    # The digits of a column stay below each other.
+    beside = [plain if any(row[k] for row in bold) else "" for k in range(len(headings))]
+    body = [
+        [
+            emphasise(cell) if strong else cell + (space if cell != missing else "")
+            for cell, strong, space in zip(line, strongs, beside, strict=True)
+        ]
+        for line, strongs in (
+            ([write(cells[c][i], digits, missing) for c in headings], bold[i]) for i in range(len(rows))
+        )
+    ]
     lines = [[escape(heading) for heading in headings.values()], *body]
     widths = [max(3, *(len(line[k]) for line in lines)) for k in range(len(headings))]
     right = [any(isinstance(value, int | float | Spread) for value in cells[column]) for column in headings]
@@ -81,6 +110,90 @@ def table(
     layout = "".join("r" if flush else "l" for flush in right)
     inner = "\\toprule\n" + head + "\\midrule\n" + "".join(tail) + "\\bottomrule\n"
     return f"\\begin{{tabular}}{{{layout}}}\n{inner}\\end{{tabular}}\n"
+
+
+def best_cells(
+    rows: Sequence[Mapping[str, object]], metric: str, digits: int = 2, within: Sequence[str] = ()
+) -> list[dict[str, bool]]:
+    """For each row the columns in which it has the best result, for `table` to print in bold.
+
+    Results are the columns of a model, such as ``personal: local test``, and those over the clients that are made of
+    them. The best is the highest, or the lowest of metrics such as the loss; all that are printed alike are. A column
+    in which all are alike, or in which only one row has a number, has no best.
+
+    Args:
+        rows: those of `comparison` or `tails`.
+        metric: what they show.
+        digits: decimals that are printed.
+        within: columns that divide the rows: each group of rows alike in them has a best of its own.
+    """
+    found: list[dict[str, bool]] = [{} for _ in rows]
+    for column in dict.fromkeys(column for row in rows for column in row):
+        model, colon, name = column.partition(": ")
+        if not (column in _OF_CLIENTS or (colon and name != "std" and not model.startswith("epsilon"))):
+            continue
+        groups: dict[object, dict[int, float]] = {}
+        for place, row in enumerate(rows):
+            value = row.get(column)
+            number = value.mean if isinstance(value, Spread) else value
+            if isinstance(number, int | float) and not math.isnan(number):
+                group = tuple(str(row.get(other)) for other in within)
+                groups.setdefault(group, {})[place] = round(sign_of(metric) * number, digits)
+        for values in groups.values():
+            if len(set(values.values())) > 1:
+                for place, number in values.items():
+                    found[place][column] = number == max(values.values())
+    return found
+
+
+_OF_CLIENTS = ("lowest 5 %", "top 5 %", "best by validation")
+
+
+def main_columns(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), digits: int = 2) -> list[str]:
+    """The columns of a comparison that answer which method is best: not wider than 100 characters together.
+
+    The local test of the personal and of the global model (of others, if there are neither), on the global test set
+    where clients are not evaluated; then what was asked for beside it, such as extra test sets and new clients; and the
+    lowest 5 % of the clients. The last ones are left out where they do not fit.
+
+    Args:
+        rows: those of `comparison`, in a sweep with the options that differ.
+        first: columns that stand before the method, such as these options.
+        digits: decimals that are printed.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    models = list(dict.fromkeys(column.partition(": ")[0] for column in columns if _is_result(column)))
+    chosen = []
+    for model in (shown := [model for model in models if model in ("personal", "global")] or models[:2]):
+        tests = [column for column in columns if column.partition(": ")[0] == model and _is_result(column)]
+        chosen += tests[:1]
+    chosen += [
+        column
+        for column in columns
+        if column.partition(": ")[0] in shown and not _is_result(column) and not column.endswith(": std")
+    ]
+    chosen += [column for column in ("lowest 5 %",) if column in columns]
+    while len(chosen) > 1 and _width(rows, [*first, "method", *chosen], digits) > WIDTH:
+        chosen.pop()
+    return [*first, "method", *chosen]
+
+
+def _is_result(column: str) -> bool:
+    return column.partition(": ")[2] in ("local test", "weighted local test", "global test")
+
+
+def _width(rows: Sequence[Mapping[str, object]], columns: Sequence[str], digits: int) -> int:
+    """Of the printed table, with cells in bold."""
+    best = [dict.fromkeys(columns, False) for _ in rows]
+    best[:1] = [dict.fromkeys(columns[-3:], True)]
+    return len(table(rows, columns, digits=digits, best=best).partition("\n")[0])
+
+
+def on_terminal(text: str, stream: TextIO) -> str:
+    """A printed Markdown table with bold letters in place of ``**``, if the stream is a terminal that has them."""
+    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown") or os.environ.get("NO_COLOR"):
+        return text
+    return re.sub(r"(?<=[| ])\*\*(\S[^|\n]*?)\*\*(?= \|)", "  \x1b[1m\\1\x1b[0m  ", text)
 
 
 def transpose(rows: Sequence[Mapping[str, object]], heading: str) -> list[Row]:
@@ -157,6 +270,10 @@ def _latex_cell(value: object, digits: int, missing: str) -> str:
         number = _number(value, digits, missing)
         return _latex_text(missing) if number == missing else f"${_latex_number(number)}$"
     return _latex_text(missing if value is None else str(value))
+
+
+def _latex_bold(cell: str) -> str:
+    return rf"$\mathbf{{{cell[1:-1]}}}$" if cell.startswith("$") else rf"\textbf{{{cell}}}"
 
 
 def _latex_number(text: str) -> str:

@@ -100,9 +100,10 @@ def test_a_round_near_the_best_is_found_for_every_sign() -> None:
 
 def test_progress_shows_shares_in_per_cent_and_nothing_else() -> None:
     stream = io.StringIO()
-    with Progress(1, stream=stream) as progress:
+    with Progress(stream=stream) as progress:
+        progress.begin("", 1)
         progress.update(1, **{"global accuracy": 0.2457, "personal rmse": 0.5})
-    assert "global accuracy 24.57 % | personal rmse 0.5000" in stream.getvalue()
+    assert "global accuracy 24.57 %, personal RMSE 0.5000" in stream.getvalue()
 
 
 def test_clocks_and_landscapes_take_such_a_run(
@@ -128,7 +129,7 @@ def test_tensorboard_has_every_metric(compared: Compared, tmp_path: Path) -> Non
     x, y = torch.randn(40, 3), torch.randn(40, 1)
     data = Dataset.from_tensors(x, y)
     network = torch.nn.Linear(3, 1)
-    options = {"partition": "iid", "clients": 2, "rounds": 1, "quiet": True, "plots": False, "tensorboard": True}
+    options = {"partition": "iid", "clients": 2, "rounds": 1, "quiet": True, "plots": False, "log": ["tensorboard"]}
     run = pfl_ext.run("fedavg", data=data, network=network, output=tmp_path / "run", **options)
     events = next((run.folder / "tensorboard").iterdir()).read_bytes()
-    assert b"global/test/rmse/mean" in events and b"global/test/r2/mean" in events
+    assert b"test rmse/global" in events and b"test r2/global" in events

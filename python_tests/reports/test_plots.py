@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import sys
 
 import pytest
@@ -22,7 +21,12 @@ def drawn(monkeypatch):
 
 
 def legend(axes) -> list[str]:
-    return [text.get_text() for text in axes.get_legend().get_texts()]
+    (found,) = axes.figure.legends
+    return [text.get_text() for text in found.get_texts()]
+
+
+def title(axes) -> str:
+    return axes.figure.get_suptitle()
 
 
 def test_curves_show_each_model_of_each_method_in_per_cent(make_run, drawn, tmp_path):
@@ -47,7 +51,7 @@ def test_several_seeds_are_a_mean_with_a_band(make_run, drawn, tmp_path):
     (band,) = axes.collections
     heights = band.get_paths()[0].vertices[:, 1]
     assert (heights.min(), heights.max()) == pytest.approx((25 - 50**0.5, 50 + 200**0.5))
-    assert legend(axes) == ["A"]
+    assert legend(axes) == ["A"] and title(axes).endswith("; mean of 2 seeds, band: one standard deviation")
     assert "<svg" in (tmp_path / "x.svg").read_text()
 
 
@@ -66,11 +70,72 @@ def test_the_density_counts_every_client_of_all_seeds(make_run, drawn, tmp_path)
     # Means over the seeds, not of all clients together: the same words are the same numbers in a table.
     assert mean.get_xdata()[0] == pytest.approx(65)
     assert list(tails.get_xdata()) == pytest.approx([55, 75])
-    assert first.texts[0].get_text() == "lowest 5 % 55.0   mean 65.0   top 5 % 75.0"
+    assert first.texts[0].get_text() == "lowest 5 % 55.0\nmean 65.0\ntop 5 % 75.0"
     (row,) = table_of_tails({"PLGU": seeds})
     cells = [row[f"personal: {column}"].mean for column in ("lowest 5 %", "mean", "top 5 %")]
     assert cells == pytest.approx([55, 65, 75])
     assert (tmp_path / "density.png").read_bytes().startswith(PNG)
+
+
+def test_seeds_are_together_only_where_the_title_says_so(make_run, drawn, tmp_path):
+    seeds = {"A": [make_run("a", [0.4, 0.5]), make_run("b", [0.6, 0.7])]}
+    one = {"A": make_run("c", [0.4, 0.5])}
+    for draw in (client_distribution, client_density):
+        draw(seeds, tmp_path / "x.png")
+        draw(one, tmp_path / "y.png")
+    assert [title(axes) for axes in drawn] == [
+        "Accuracy of the clients of 2 seeds together",
+        "Accuracy of the clients",
+    ] * 2
+    accuracy_curves(one, tmp_path / "z.png")
+    assert title(drawn[-1]) == "Accuracy over the rounds"
+
+
+def test_thirty_methods_differ_in_two_ways_and_lie_on_nothing(make_run, drawn, tmp_path):
+    styles = [plots._style(place) for place in range(30)]
+    looks = [(style["color"], style["marker"], style["markerfacecolor"]) for style in styles]
+    for i, one in enumerate(looks):
+        assert all(one[0] != other[0] or (one[1] != other[1] and one[2] != other[2]) for other in looks[:i])
+    runs = {f"method {k}": make_run(f"m{k}", [0.3 + k / 60, 0.4 + k / 60]) for k in range(30)}
+    for draw in (accuracy_curves, client_distribution):
+        draw(runs, tmp_path / "many.png")
+        figure = drawn[-1].figure
+        (shown,) = figure.legends
+        assert len(shown.get_texts()) == 30
+        boxes = [axes.get_tightbbox() for axes in figure.axes] + [
+            shown.get_window_extent(),
+            figure._suptitle.get_window_extent(),
+        ]
+        assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+        whole = figure.bbox.padded(1)
+        assert all(whole.containsx(box.x0) and whole.containsx(box.x1) and whole.containsy(box.y1) for box in boxes)
+    assert [axes.get_title("left") for axes in drawn[-2].figure.axes] == ["personal model", "global model"]
+
+
+def test_a_curve_below_another_is_wider(make_run, drawn, tmp_path):
+    same = {name: make_run(name, [0.4, 0.6], ["global"]) for name in ("A", "B", "C")}
+    accuracy_curves({**same, "D": make_run("D", [0.1, 0.2], ["global"])}, tmp_path / "x.png")
+    a, b, c, d = (line.get_linewidth() for line in drawn[-1].get_lines()[::2])
+    assert a > b + 2 and b > c + 2 and abs(c - d) < 1
+    client_distribution(same, tmp_path / "y.png")
+    widths = [line.get_linewidth() for line in drawn[-1].get_lines()[::2]]
+    assert widths[0] > widths[1] + 2 > widths[2] + 4
+
+
+def test_what_clients_do_after_the_last_round_is_no_round(make_run, drawn, tmp_path):
+    folder = make_run("p", [0.5, 0.7], ["global"])
+    last = folder.records()[-1]
+    models = {"personal": last["models"]["global"], "global": last["models"]["global"]}
+    folder.append({**last, "round": 5, "stage": "personalized", "models": models})
+    accuracy_curves({"PersFL": folder}, tmp_path / "x.png")
+    (axes,) = drawn
+    assert list(axes.get_xticks()) == [1, 2, 3, 4]
+    assert [text.get_text() for text in axes.texts] == ["after the last round"]
+    (curve,) = (line for line in axes.get_lines() if list(line.get_xdata()) == [1, 4])
+    assert list(curve.get_ydata()) == pytest.approx([30, 60])
+    marks = [line.get_xdata()[0] for line in axes.get_lines() if len(line.get_xdata()) == 1 and line.get_xdata()[0] > 4]
+    assert len(marks) == 2 and all(4 < x < 5 for x in marks)
+    assert legend(axes) == ["PersFL, personal", "PersFL, global", "best by validation"]
 
 
 def test_equal_clients_have_a_density_too(make_run, drawn, tmp_path):
@@ -122,35 +187,3 @@ def test_without_matplotlib_the_message_says_what_to_install(make_run, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[plots\]'"):
         accuracy_curves({"A": make_run("a", [1.0])}, tmp_path / "x.png")
-
-
-def test_without_tensorboard_the_message_says_what_to_install(make_run, monkeypatch):
-    from pfl_ext.reports import tensorboard
-
-    real = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
-            raise ImportError("No module named 'tensorboard'")
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install 'pfl_ext\[tensorboard\]'"):
-        tensorboard(make_run("a", [1.0]))
-
-
-def test_tensorboard_gets_a_scalar_a_column():
-    from pfl_ext.reports import TensorBoard
-
-    class Writer(list):
-        def add_scalar(self, *scalar):
-            self.append(scalar)
-
-        def flush(self):
-            pass
-
-    writer = Writer()
-    TensorBoard(writer).append(
-        {"round": 3, "clients": [1, 2], "models": {"personal": {"test": {"auc": {"mean": 0.5}}}}}
-    )
-    assert writer == [("clients", 2, 3), ("personal/test/auc/mean", 0.5, 3)]

@@ -11,7 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pfl_ext.metrics import summarize
-from pfl_ext.reports import Spread, comparison, per_user, table, tails, transpose
+from pfl_ext.reports import (
+    Spread,
+    best_cells,
+    comparison,
+    main_columns,
+    on_terminal,
+    per_user,
+    table,
+    tails,
+    transpose,
+)
 
 NASTY = "a|b\\c `d` *e* _f_ [g](h) <i> ~j~ $k$ &amp; #l %m {n} ^o"
 text = st.text(st.sampled_from(list("ab01 |\\`*_[]()<>~$&#%{}^\"',;\n\t±é-")), max_size=12)
@@ -58,6 +68,86 @@ def test_csv_keeps_full_precision_and_splits_a_spread():
         ["y", "", ""],
         ["z", "2.0", ""],
     ]
+
+
+METHODS = [
+    {"method": "a", "personal: local test": Spread(90.001, 1.0), "personal: std": 1.0, "global: local test": 80.0},
+    {"method": "b", "personal: local test": Spread(90.004, 2.0), "personal: std": 2.0, "global: local test": 80.0},
+    {"method": "c", "personal: local test": None, "personal: std": None, "global: local test": 80.0, "lowest 5 %": 7.0},
+    {"method": "d", "personal: local test": 89.0, "personal: std": 9.0, "global: local test": math.nan},
+]
+
+
+def test_the_best_are_those_that_are_printed_alike_and_better_than_others():
+    best = best_cells(METHODS, "accuracy")
+    # Neither where all are alike, nor where one alone has a number, nor of a spread.
+    assert [sorted(name for name in row if row[name]) for row in best] == [["personal: local test"]] * 2 + [[], []]
+    assert best_cells(METHODS, "loss")[3]["personal: local test"]  # of a loss the lowest
+    assert not best_cells(METHODS, "loss")[0]["personal: local test"]
+    rows = [
+        {"alpha": a, "method": m, "global: global test": v}
+        for a, m, v in ((1, "a", 3.0), (1, "b", 2.0), (9, "a", 1.0), (9, "b", 1.5))
+    ]
+    marked = [bool(row.get("global: global test")) for row in best_cells(rows, "accuracy", within=["alpha"])]
+    assert marked == [True, False, False, True]
+
+
+def test_the_best_are_bold_and_digits_stay_below_each_other():
+    rows = [{"m": "x", "p: local test": 99.5, "t": "y"}, {"m": "z", "p: local test": 9.25, "t": "n"}]
+    best = [{"p: local test": True, "t": True}, {}]
+    assert table(rows, best=best) == (
+        "| m   | p: local test | t     |\n"
+        "| --- | ------------: | ----- |\n"
+        "| x   |     **99.50** | **y** |\n"
+        "| z   |        9.25   | n     |\n"
+    )
+    latex = table([{"a": Spread(1.0, 0.5), "b": "x_1"}], style="latex", best=[{"a": True, "b": True}])
+    assert r"$\mathbf{1.00 \pm 0.50}$ & \textbf{x\_1} \\" in latex
+    assert "*" not in table(rows, style="csv", best=best)
+
+
+def test_on_a_terminal_bold_is_bold(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = table([{"a*": 1.0, "b": "**x**"}, {"a*": 2.0, "b": "y"}], best=[{"a*": True}, {}])
+    shown = on_terminal(text, Terminal())
+    assert shown.splitlines()[2] == "|   \x1b[1m1.00\x1b[0m   | \\*\\*x\\*\\* |"
+    plain = re.sub(r"\x1b\[\d+m", "", shown)
+    assert [len(line) for line in plain.splitlines()] == [len(line) for line in text.splitlines()]
+    assert on_terminal(text, io.StringIO()) == text
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert on_terminal(text, Terminal()) == text
+
+
+def test_the_main_columns_fit_100_characters():
+    rows = [
+        {**row, "rounds": 3, "personal: global test": 1.0, "lowest 5 %": 1.0, "best on test": 1.0} for row in METHODS
+    ]
+    chosen = ["personal: local test", "global: local test", "lowest 5 %"]
+    assert main_columns(rows) == ["method", *chosen]
+    assert main_columns([{"rho": 1, **row} for row in rows], ["rho"]) == ["rho", "method", *chosen]
+    assert main_columns([{"method": "a", "global: global test": 1.0, "rounds": 2}]) == ["method", "global: global test"]
+    assert main_columns([{"method": "a", "teacher: local test": 1.0, "x: local test": 2.0, "y: local test": 1.0}]) == [
+        "method",
+        "teacher: local test",
+        "x: local test",
+    ]
+    asked = ["personal: new clients", "global: cifar10.1"]
+    more = [{**row, **dict.fromkeys(asked, 1.0)} for row in rows[:1]]
+    assert main_columns([{"method": "a", **dict.fromkeys((chosen[1], *asked), 1.0)}]) == [
+        "method",
+        chosen[1],
+        asked[1],
+    ]
+    assert main_columns(more) == ["method", *chosen[:2], *asked]  # the last one does not fit
+    for length in (20, 40, 60):
+        long = [{**row, "method": "m" * length} for row in rows]
+        shown = table(long, main_columns(long), best=best_cells(long, "accuracy"))
+        assert max(map(len, shown.splitlines())) <= 100 and "personal: local test" in shown
 
 
 def test_small_numbers_do_not_vanish():

@@ -1,0 +1,39 @@
+"""How far an engine is within a round, for a display that looks at it from another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .messages import Request, Stage
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """Counts clients' turns. The engine writes, a display reads whenever it likes; nothing else depends on it.
+
+    Attributes:
+        stage: of the turns that were asked for last; None before the first.
+        asked: how many turns of that stage there are in this round so far.
+        done: how many of them are over.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was asked for yet."""
+        self.stage: Stage | None = None
+        self.asked = self.done = 0
+        self._round = -1
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Note what is asked for: more of the same stage and round, or something new."""
+        if not requests:
+            return
+        stage, round = requests[0].stage, requests[0].round
+        if (stage, round) != (self.stage, self._round) or self.done >= self.asked:
+            self.asked = self.done = 0
+        self.stage, self._round = stage, round
+        self.asked += len(requests)
+
+    def end(self, count: int = 1) -> None:
+        """Note that so many of them are over. Called by one thread at a time."""
+        self.done += count
