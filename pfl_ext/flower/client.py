@@ -154,14 +154,25 @@ class _Node:
         parts, experiment = self.parts, self.parts.experiment
         tests = {} if experiment is None or self.own else experiment.make_extra_tests(self.dataset)
         module = parts.network(self.dataset)
+        public = None
+        if experiment is not None and parts.method.public:
+            public = experiment.make_auxiliary(self.dataset, self.partition)
         plan = Plan.of(
-            parts.method, parts.task(self.dataset), module, self.dataset, self.partition, parts.settings, tests, None
+            parts.method,
+            parts.task(self.dataset),
+            module,
+            self.dataset,
+            self.partition,
+            parts.settings,
+            tests,
+            None,
+            public,
         )
         plan = dataclasses.replace(plan, rows={self.client: plan.rows[self.position]})
         return _Runtime(plan, self._store(plan))
 
     def _store(self, plan: Plan) -> ContextStore:
-        return ContextStore(self.context, self.parts.run, plan.kept(plan.working_model()))
+        return ContextStore(self.context, self.parts.run, plan.kept(), plan.networks)
 
     # ---- what is kept, for checkpoints -------------------------------------------------------------------------------
 

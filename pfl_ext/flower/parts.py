@@ -13,6 +13,7 @@ from torch import nn
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.experiment import Experiment
 from pfl_ext.federation import Method, Settings, WorkingModel
+from pfl_ext.nn import Networks
 from pfl_ext.sections import SECTIONS
 from pfl_ext.tasks import Task, task_of
 
@@ -91,6 +92,8 @@ def _experiment(config: Mapping[str, Any], named: bool) -> Experiment:
 def network_digest(parts: Parts, dataset: Dataset) -> str:
     """What tells networks apart, their initial weights and what they are to learn included."""
     module, settings, task = parts.network(dataset), parts.settings, parts.task(dataset)
-    model = WorkingModel(module, settings.local_buffers, settings.server_buffers)
-    content = json.dumps([model.layout(), model.digest(), type(task).__name__, task.identity()], default=str)
+    networks = Networks.of(module)
+    models = [WorkingModel(each, settings.local_buffers, settings.server_buffers) for each in networks.each]
+    every = [[model.layout(), model.digest()] for model in models]
+    content = json.dumps([every, networks.clients, type(task).__name__, task.identity()], default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -50,7 +50,7 @@ def _states(run: Federation) -> list[Tensor]:
     """All states of the whole model that the server and the clients have."""
     assert isinstance(run.engine, InProcess)
     store, size = run.engine.store, run.server.model.size
-    kept = [store.read(k, name) for k in range(store.clients) for name in store.names]
+    kept = [store.read(k, name) for k in range(store.clients) for name in store.labels]
     states = [vector for vector in (*run.server.values(), *kept) if vector.shape[-1:] == (size,)]
     return [row for vector in states if vector.is_floating_point() for row in vector.view(-1, size)]
 

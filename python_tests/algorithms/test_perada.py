@@ -286,7 +286,7 @@ def test_distillation_from_one_teacher_makes_the_distance_small(network: nn.Modu
     teacher = server.model.state()
     generator = torch.Generator().manual_seed(0)
     start = teacher + torch.randn(teacher.shape, generator=generator, dtype=torch.float64)
-    distil(server, method, start, Uploads([0], [1], [{"model": teacher}]))
+    distil(server, method, [start], [Uploads([0], [1], [{"model": teacher}])])
     assert server.report["distillation_distance"] < 0.1 * server.report["distillation_distance_before"]
     assert torch.equal(server.model.module[0].weight, network[0].weight)  # type: ignore[index, union-attr]
 
