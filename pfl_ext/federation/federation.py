@@ -233,7 +233,7 @@ class Federation:
 
     # ---- models ------------------------------------------------------------------------------------------------------
 
-    def global_model(self, network: int = 0) -> nn.Module:
+    def global_model(self, network: int | None = None) -> nn.Module:
         """The network as the global model has it: a copy with all parameters and buffers, frozen ones too, to evaluate.
 
         Args:
@@ -242,8 +242,12 @@ class Federation:
         Raises:
             ValueError: the method has no global model, or the run no such network.
         """
-        if network not in range(len(self.server.models)):
-            raise ValueError(f"network is {network}; the run has networks 0 to {len(self.server.models) - 1}")
+        count = len(self.server.models)
+        if network is None and count > 1:
+            raise ValueError(f"the run has {count} networks, each with a global model of its own: network=0 is one")
+        network = network or 0
+        if network not in range(count):
+            raise ValueError(f"network is {network}; the run has networks 0 to {count - 1}")
         state = self.method.global_model(self.server, self.server.models[network])
         if state is None:
             raise ValueError(f"{self.method.name} has no global model; personal_model(client) gives a client's")
