@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import Module
 
 from . import nn
@@ -16,7 +16,7 @@ from .algorithms import METHODS
 from .data import PARTITIONERS, Dataset, Partition, load, load_test
 from .engines import EngineOptions, make_engine
 from .federation import Federation, Method, Settings, stream
-from .named import OWN_DATA, PYTHON, in_file, known
+from .named import OWN_DATA, PYTHON, in_file, known, networks_of
 from .options import REQUIRED, Option, OptionError, checked, made, of_dataclass
 from .reports import CONFIG, read_config
 from .sections import (
@@ -58,6 +58,7 @@ class Experiment:
     task: str = TASK_OPTIONS["name"].default
     task_options: Mapping[str, Any] = field(default_factory=dict)
     network: str = NETWORK_OPTIONS["name"].default
+    network_clients: tuple[int, ...] = ()
     network_options: Mapping[str, Any] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -110,6 +111,7 @@ class Experiment:
             task=learned["name"],
             task_options=task_own,
             network=net["name"],
+            network_clients=net["clients"],
             network_options=net_options,
             settings=made("federation", Settings, federation, run),
             engine=made("federation", EngineOptions, federation, engine),
@@ -132,6 +134,7 @@ class Experiment:
                 "task": {"name": self.task, **_values(task_options(self.task), self.task_options)},
                 "network": {
                     "name": self.network,
+                    "clients": list(self.network_clients) or None,
                     **_values(network_options(self.network), self.network_options),
                 },
                 "federation": dataclasses.asdict(self.settings) | dataclasses.asdict(self.engine),
@@ -219,20 +222,30 @@ class Experiment:
         return task_of(dataset) if self.task == "auto" else known("task", self.task)(**self.task_options)
 
     def make_network(self, dataset: Dataset) -> Module:
-        """The network with the initial weights of the seed, or that of the Python program."""
+        """The network with the initial weights of the seed, or that of the Python program; or several."""
         if self.module is not None:
             return self.module
-        options = dict(self.network_options)
-        generator, name = stream(self.settings.seed, "network"), self._network(dataset)
+        names, generator = self._networks(dataset), stream(self.settings.seed, "network")
+        if self.network_clients and len(names) == 1:
+            raise ValueError(f"network_clients says who has which of several networks; the run has {names[0]} alone")
+        made = [self._make_network(name, dataset, generator) for name in names]
+        return made[0] if len(made) == 1 else nn.Networks(made, self.network_clients)
+
+    def _make_network(self, name: str, dataset: Dataset, generator: Generator) -> Module:
         known("network", name)  # refuses what an object of another program is called
+        options = {key: value for key, value in self.network_options.items() if key in network_options(name)}
         if _is_run(options.get("pretrained")):
             options["weights"] = saved_weights(Path(options["pretrained"]))
         return nn.build(name, dataset.input_shape, _outputs(dataset), generator, **options)
 
-    def _network(self, dataset: Dataset) -> str:
-        """The network's name; ``auto`` is lenet for colour images, char-transformer for tokens, else mlp."""
-        if self.network != "auto":
-            return self.network
+    def _networks(self, dataset: Dataset) -> list[str]:
+        """The networks' names."""
+        return [self._network(name, dataset) for name in networks_of(self.network)]
+
+    def _network(self, name: str, dataset: Dataset) -> str:
+        """A network's name; ``auto`` is lenet for colour images, char-transformer for tokens, else mlp."""
+        if name != "auto":
+            return name
         if isinstance(dataset.inputs, tuple | Mapping):
             raise ValueError(f"network is 'auto', and a sample of {dataset.name!r} is several tensors; name a network")
         shape, kind = tuple(dataset.input_shape), dataset.inputs.dtype
@@ -247,7 +260,7 @@ class Experiment:
         cut |= self.partition_options
         if cut.get("test") == "auto":
             cut["test"] = "proportional" if bool(dataset.is_test.any()) else "split"
-        return dataclasses.replace(self, task=task, network=self._network(dataset), partition_options=cut)
+        return dataclasses.replace(self, task=task, network=",".join(self._networks(dataset)), partition_options=cut)
 
     def make(self, dataset: Dataset, partition: Partition, **more: Any) -> Federation:
         """The federation, ready to run."""

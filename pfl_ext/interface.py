@@ -19,7 +19,7 @@ from .data import Dataset
 from .engines import leave_if_imported_by_a_worker
 from .experiment import Experiment
 from .federation import Method
-from .named import PYTHON, TABLES, as_dataset, code_in, in_file, make_known, register
+from .named import PYTHON, TABLES, as_dataset, code_in, in_file, make_known, networks_of, register
 from .options import Options, nearest, plain_value
 from .reports import LoggerFactory, Look
 from .running import Compared, Output, Run, compare_all, data_name, run_name, run_one
@@ -71,8 +71,9 @@ def run(
         data: a name, a Dataset, a function that returns one, or what :func:`pfl_ext.named.as_dataset` takes.
         partition: a name.
         task: a name, a class, or an object with its options; by default what the targets are for.
-        network: a name, a module with its initial weights, or a class or function of ``input_shape`` and ``classes``,
-            where it has parameters of these names.
+        network: a name, or several with commas between; a module with its initial weights, or
+            :class:`pfl_ext.nn.Networks`; or a class or function of ``input_shape`` and ``classes``, where it has
+            parameters of these names.
         config: a TOML file, as ``--config`` takes it; what is given here comes before it.
         trust_code: let that file name code of Python files, which is then run.
         output: the results folder; by default one in ``results``.
@@ -249,6 +250,8 @@ class _Given:
             names["partition"] = {"name": partition}
         if isinstance(network, nn.Module):
             names["network"], module = {"name": f"{PYTHON}{type(network).__name__}"}, network
+        elif isinstance(network, str):
+            names["network"] = {"name": ",".join(_named("network", one)[0] for one in networks_of(network))}
         elif network is not None:
             names["network"] = {"name": _named("network", network)[0]}
         if task is not None:
@@ -299,7 +302,7 @@ def _places(chosen: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         "data": DATA_OPTIONS,
         "partition": PARTITION_OPTIONS | partition_options(chosen["partition"]),
         "task": task_options(chosen["task"]),
-        "network": network_options(chosen["network"]),
+        "network": NETWORK_OPTIONS | network_options(chosen["network"]),
     }
     return {
         spelled(section, key): (section, key) for section, options in tables.items() for key in options if key != "name"

@@ -38,6 +38,7 @@ __all__ = [
     "in_file",
     "known",
     "make_known",
+    "networks_of",
     "register",
 ]
 
@@ -63,6 +64,11 @@ _ACCEPTED = {
     "method": "a class derived from pfl_ext.federation.Method",
     "optimizer": "a class or function of (params, lr=..., weight_decay=...) that makes a torch optimiser",
 }
+
+
+def networks_of(name: str) -> list[str]:
+    """The networks of a run by their names: between several stand commas."""
+    return [part.strip() for part in name.split(",")]
 
 
 def in_file(name: str) -> bool:
@@ -144,7 +150,7 @@ def code_in(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, st
     network, data = sections.get("network", {}), sections.get("data", {})
     named = {
         "optimizer": _values("optimizer", _with_inner(sections.get("method", {}))),
-        "network": _values("name", _with_inner(network)),
+        "network": [one for name in _values("name", _with_inner(network)) for one in networks_of(name)],
         "task": _values("name", [sections.get("task", {})]),
         "data": [*_values("name", [data]), *_values("auxiliary", [data])],
     }

@@ -317,9 +317,9 @@ class SavedModels:
             raise ValueError(f"client is {client}; the run has clients 0 to {self._partition.clients - 1}")
         engine = federation.engine
         assert isinstance(engine, InProcess)
-        self.model: WorkingModel = engine.runtime.model
         self.client: Client
         self.client, received = engine.runtime.begin(Request(client, federation.round, "evaluate"))
+        self.model: WorkingModel = self.client.model
         self._models = engine.runtime.models(self.client, received)
         self.names = list(self._models)
 

@@ -12,7 +12,7 @@ from .algorithms import METHODS
 from .data import PARTITIONERS, SOURCES
 from .engines import EngineOptions
 from .federation import Settings
-from .named import PYTHON, known
+from .named import PYTHON, known, networks_of
 from .options import REQUIRED, Option, OptionError, checked, nearest, of_dataclass, of_signature
 from .tasks import TASKS
 
@@ -77,11 +77,14 @@ def task_options(name: str) -> dict[str, Option]:
 def network_options(name: str) -> dict[str, Option]:
     """The options of a network: its own, and those that all have; ``auto`` has the latter alone.
 
-    A module that a Python program gave is as it is, and has none.
+    Several, with commas between their names, have all of theirs: each takes those that it has. A module that a Python
+    program gave is as it is, and has none.
     """
     if name.startswith(PYTHON):
         return {}
-    own = {} if name == "auto" else of_signature(known("network", name))
+    own: dict[str, Option] = {}
+    for one in networks_of(name):
+        own |= {} if one == "auto" else of_signature(known("network", one))
     return own | of_signature(nn.build)
 
 
@@ -181,8 +184,18 @@ TASK_OPTIONS = {
 
 NETWORK_OPTIONS = {
     "name": Option(
-        "network", str, "auto", f"auto, {', '.join(nn.NETWORKS)}, torchvision:NAME, timm:NAME, file.py:Class"
-    )
+        "network",
+        str,
+        "auto",
+        f"auto, {', '.join(nn.NETWORKS)}, torchvision:NAME, timm:NAME, file.py:Class; several, as lenet,mlp: clients "
+        "have them in turn",
+    ),
+    "clients": Option(
+        "network_clients",
+        tuple[int, ...],
+        (),
+        "of several networks: the number of each client's, from 0, as 0,1,1,0 (default: in turn)",
+    ),
 }
 """The same of the table ``network``."""
 

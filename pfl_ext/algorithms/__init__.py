@@ -24,6 +24,7 @@ from .feddyn import FedDyn
 from .fedem import FedEM
 from .fedfomo import FedFomo
 from .fedgen import FedGen
+from .fedmd import FedMD
 from .fednova import FedNova
 from .fedopt import FedAdagrad, FedAdam, FedYogi
 from .fedpac import FedPAC
@@ -86,6 +87,7 @@ __all__ = [
     "FedEM",
     "FedFomo",
     "FedGen",
+    "FedMD",
     "FedNova",
     "FedPAC",
     "FedPer",

@@ -68,6 +68,7 @@ class Standalone(Method):
 
     name = "standalone"
     private = True
+    several_networks = True
     refuses = (("weighting", "it averages no models"),)
 
     def set_up(self, server: Server) -> None:

@@ -41,7 +41,8 @@ class FedProto(Method):
         \bar C^c &\leftarrow \tfrac{1}{|N_c|} \sum_{k \in N_c} C_k^c \\
         \hat y(x) &= \arg\min_c \|z(x) - \bar C^c\|_2
 
-    A client sends a prototype for each class it has, so clients send different amounts.
+    A client sends a prototype for each class it has, so clients send different amounts. Their networks may differ, as
+    in the paper, if they have as many features.
 
     Readings. Equation 6 divides by :math:`|N_c|` and weighs by samples; as in the authors' code it is the plain mean
     over clients (``weights="samples"``: the mean over samples). The distance is the mean square over features and the
@@ -56,6 +57,7 @@ class FedProto(Method):
 
     name = "fedproto"
     needs = "classes"
+    several_networks = True
     refuses = (("weighting", "it averages no models"),)
 
     head: str = option("", "module whose inputs are the features; empty: the last layer")
@@ -74,7 +76,11 @@ class FedProto(Method):
 
     def set_up(self, server: Server) -> None:
         """A prototype for each class, and whether there is one."""
-        features, classes = head_sizes(server.model, self.head, "FedProto")
+        sizes = [head_sizes(model, self.head, "FedProto") for model in server.models]
+        if len(set(sizes)) > 1:
+            told = "; ".join(f"network {n} has {width} features" for n, (width, _) in enumerate(sizes))
+            raise ValueError(f"{told}: FedProto compares features, so that all networks need as many")
+        features, classes = sizes[0]
         server["prototypes"] = server.model.state().new_zeros(classes, features)
         server["known"] = server.model.state().new_zeros(classes)
 

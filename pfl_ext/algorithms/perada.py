@@ -85,7 +85,7 @@ class PerAda(DistillingMethod):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the local adapters, distil them into the average."""
         w = uploads.average(equally=True)  # line 18
-        server["model"] = distil(server, self, w, uploads)  # lines 19 to 22
+        server["model"] = distil(server, self, [w], [uploads])[0]  # lines 19 to 22
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(u, v_m); (u, w) for a client that never took part."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pfl_ext.data import AUGMENTATIONS
+from pfl_ext.data import AUGMENTATIONS, Inputs
 from pfl_ext.data.placement import placed
-from pfl_ext.federation import Method, Server, Uploads, WorkingModel, option, outputs_of
+from pfl_ext.federation import Method, Server, Uploads, WorkingModel, label_of, option, outputs_of
 from pfl_ext.federation.requirements import check_augmentation
 from pfl_ext.ops import ensemble_distillation_loss, ensemble_logits
 from pfl_ext.tasks import Task
@@ -75,7 +76,9 @@ class DistillingMethod(Method):
         super().set_up(server)
 
 
-def distil(server: Server, method: DistillingMethod, start: Tensor, uploads: Uploads) -> Tensor:
+def distil(
+    server: Server, method: DistillingMethod, starts: Sequence[Tensor], groups: Sequence[Uploads]
+) -> list[Tensor]:
     r"""R steps of Adam on the divergence of the student g from the mean logits of M teachers, on unlabelled samples.
 
     .. math:: \mathrm{KL}\Big(\sigma\big(\tfrac1T \tfrac1M \sum_m h_m(x)\big) \,\Big\|\, \sigma(\tfrac1T g(x))\Big)
@@ -94,19 +97,21 @@ def distil(server: Server, method: DistillingMethod, start: Tensor, uploads: Upl
 
     as ``distillation_distance``, and of the student that it begins with as ``distillation_distance_before``.
 
+    Where there are several networks there is a student of each, all distilled from all teachers, on the same batches.
+
     Args:
-        server: its working model and unlabelled data are used.
+        server: its working models and unlabelled data are used.
         method: gives the options.
-        start: the student's state to begin with.
-        uploads: the teachers' states, by the name ``"model"``.
+        starts: for each network the student's state to begin with.
+        groups: for each network the teachers' states, by the name ``"model"``.
 
     Returns:
-        The student's state. Parameters that are not trained are as in ``start``.
+        The students' states. Parameters that are not trained are as in ``starts``.
     """
     steps = method.kd_steps if not method.kd_rounds or server.round <= method.kd_rounds else 0
-    data, model = server.auxiliary, server.model
+    data = server.auxiliary
     if data is None or not (steps or method.kd_distance):
-        return start
+        return list(starts)
     batches = _batches(len(data), method.kd_batch_size, steps, server.stream("distillation"))
     each_batch = method.kd_teachers == "train" or (method.kd_augmentation != "none" and not method.kd_cache)
     rows = torch.arange(len(data))
@@ -114,52 +119,63 @@ def distil(server: Server, method: DistillingMethod, start: Tensor, uploads: Upl
     if method.kd_distance or (steps and not each_batch):
         if not method.kd_distance:
             rows = torch.cat(batches).unique()
-        every = torch.stack(uploads.outputs("model", model, data, rows))
+        pairs = list(zip(groups, server.models, strict=True))
+        every = torch.stack([one for group, m in pairs for one in group.outputs("model", m, data, rows)])
         mean = _mean(every)
         probabilities = torch.stack([_probabilities(server.task, method, outputs) for outputs in every]).mean(0)
     place = torch.full((len(data),), -1)
     place[rows] = torch.arange(len(rows))
 
-    def distance(state: Tensor) -> float:
-        own = _probabilities(server.task, method, outputs_of(model, state, data, rows))
-        return float((own - probabilities).abs().sum(-1).mean())
+    def tell_distance(name: str, model: WorkingModel, state: Tensor) -> None:
+        if method.kd_distance:
+            own = _probabilities(server.task, method, outputs_of(model, state, data, rows))
+            server.report[label_of(name, model.network)] = float((own - probabilities).abs().sum(-1).mean())
 
-    if method.kd_distance:
-        server.report["distillation_distance_before"] = distance(start)
-    if steps:
-        fixed = None if each_batch else mean
-        start = _train(server, method, start, uploads, batches, fixed, place)
-    if method.kd_distance:
-        server.report["distillation_distance"] = distance(start)
-    return start
+    teachers = None
+    if each_batch and steps:
+        copies = [WorkingModel(copy.deepcopy(model.module)) for model in server.models]
+        teachers = [(model, group.each("model")) for model, group in zip(copies, groups, strict=True)]
+    found = []
+    for model, start in zip(server.models, starts, strict=True):
+        tell_distance("distillation_distance_before", model, start)
+        if steps:
+            start = _train(server, method, model, start, batches, mean if teachers is None else teachers, place)
+        tell_distance("distillation_distance", model, start)
+        found.append(start)
+    return found
+
+
+Teachers: TypeAlias = list[tuple[WorkingModel, list[Tensor]]]
+"""For each network a working model, and the states of those that have it."""
 
 
 def _train(
     server: Server,
     method: DistillingMethod,
+    model: WorkingModel,
     start: Tensor,
-    uploads: Uploads,
     batches: list[Tensor],
-    mean: Tensor | None,
+    teachers: Tensor | Teachers,
     place: Tensor,
 ) -> Tensor:
-    """The student after all steps; ``mean`` has the teachers' mean logits of sample j in its row ``place[j]``."""
-    data, model = server.auxiliary, server.model
+    """The student after all steps.
+
+    Of ``teachers`` either the mean logits, those of sample j in row ``place[j]``, or they themselves.
+    """
+    data = server.auxiliary
     assert data is not None
     augment, random = AUGMENTATIONS[method.kd_augmentation], server.stream("distillation/augmentation")
-    ensemble = WorkingModel(copy.deepcopy(model.module)) if mean is None else None
-    teachers = uploads.each("model") if mean is None else []
     model.load(start)
     model.module.train(method.kd_student == "train")
     optimizer = torch.optim.Adam(model.trained, lr=method.kd_lr)
-    best, best_metric = start, _held_out(server, start) if method.kd_keep_best else math.nan
+    best, best_metric = start, _held_out(server, model, start) if method.kd_keep_best else math.nan
     total = torch.zeros((), device=model.device)
     for step, rows in enumerate(batches):
         inputs = augment(data.batch(rows)[0], random)
-        if mean is None:
-            target = _mean_of_batch(ensemble, method, teachers, inputs)
+        if isinstance(teachers, Tensor):
+            target = teachers.index_select(0, placed(place[rows], teachers.device))
         else:
-            target = mean.index_select(0, placed(place[rows], mean.device))
+            target = _mean_of_batch(method, teachers, inputs)
         if method.kd_schedule == "cosine":
             for group in optimizer.param_groups:
                 group["lr"] = method.kd_lr * 0.5 * (1 + math.cos(math.pi * step / len(batches)))
@@ -170,16 +186,16 @@ def _train(
         total += loss.detach()
         if method.kd_keep_best and ((step + 1) % method.kd_keep_best == 0 or step + 1 == len(batches)):
             now = model.state()
-            metric = _held_out(server, now)
+            metric = _held_out(server, model, now)
             if server.task.is_better(metric, best_metric):
                 best, best_metric = now, metric
             model.module.train(method.kd_student == "train")
-    server.report["kd_loss"] = float(total) / len(batches)
+    server.report[label_of("kd_loss", model.network)] = float(total) / len(batches)
     for parameter in model.trained:
         parameter.grad = None
     if not method.kd_keep_best:
         return model.state()
-    server.report[f"held_out_{server.task.metric}"] = best_metric
+    server.report[label_of(f"held_out_{server.task.metric}", model.network)] = best_metric
     return best
 
 
@@ -194,16 +210,14 @@ def _batches(samples: int, size: int, steps: int, order: torch.Generator) -> lis
 
 
 @torch.no_grad()
-def _mean_of_batch(
-    ensemble: WorkingModel | None, method: DistillingMethod, teachers: Iterable[Tensor], inputs: Tensor
-) -> Tensor:
+def _mean_of_batch(method: DistillingMethod, teachers: Teachers, inputs: Inputs) -> Tensor:
     """The teachers' mean logits of one batch."""
-    assert ensemble is not None
     every = []
-    for state in teachers:
-        ensemble.load(state)
-        ensemble.module.train(method.kd_teachers == "train")
-        every.append(ensemble(inputs))
+    for model, states in teachers:
+        for state in states:
+            model.load(state)
+            model.module.train(method.kd_teachers == "train")
+            every.append(model(inputs))
     return _mean(torch.stack(every))
 
 
@@ -231,9 +245,9 @@ def _probabilities(task: Task, method: DistillingMethod, outputs: Tensor) -> Ten
     return logits.sigmoid() if method.kd_sigmoid else F.softmax(logits, -1)
 
 
-def _held_out(server: Server, state: Tensor) -> float:
+def _held_out(server: Server, model: WorkingModel, state: Tensor) -> float:
     """The task's metric of a model of that state on the server's held-out samples."""
     data, task = server.held_out, server.task
     assert data is not None
-    outputs = outputs_of(server.model, state, data, torch.arange(len(data)))
+    outputs = outputs_of(model, state, data, torch.arange(len(data)))
     return task.metrics(*task.reduce(outputs, data.batch(torch.arange(len(data)))[1]))[task.metric]

@@ -23,6 +23,7 @@ class Request:
 
     folder: Path
     client: int | None
+    network: int | None
     to: Path
     data_root: Path | None
     overwrite: bool
@@ -31,7 +32,7 @@ class Request:
 
 def flags() -> dict[str, str]:
     """How names in messages are spelled on this command line."""
-    return {"root": "--data-root", "client": "--client", "overwrite": "--overwrite"}
+    return {"root": "--data-root", "client": "--client", "network": "--network", "overwrite": "--overwrite"}
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -47,6 +48,7 @@ def parse(arguments: Sequence[str]) -> Request:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the results folder of a run")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--client", type=int, help="whose personal model (default: the global model)")
+    parser.add_argument("--network", type=int, help="of a run with several networks: the number of one, from 0")
     parser.add_argument("--data-root", type=Path, help="the folder with the data's files, if not that of the run")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     add_trust(parser)
@@ -54,7 +56,9 @@ def parse(arguments: Sequence[str]) -> Request:
     refuse_unknown(parser, unknown, {})
     if parsed.to.exists() and not parsed.overwrite:
         raise UsageError(f"--to: {parsed.to} is there already; --overwrite replaces it")
-    return Request(parsed.folder, parsed.client, parsed.to, parsed.data_root, parsed.overwrite, parsed.trust_code)
+    return Request(
+        parsed.folder, parsed.client, parsed.network, parsed.to, parsed.data_root, parsed.overwrite, parsed.trust_code
+    )
 
 
 def execute(request: Request) -> int:
@@ -62,7 +66,7 @@ def execute(request: Request) -> int:
     experiment = experiment_of(request.folder, request.data_root, trusted=request.trust_code)
     federation = restored(request.folder, experiment)
     if request.client is None:
-        module, whose = federation.global_model(), "global model"
+        module, whose = federation.global_model(request.network), "global model"
     else:
         module, whose = federation.personal_model(request.client), f"personal model of client {request.client}"
     save_model(module, request.to, federation, experiment, request.client)

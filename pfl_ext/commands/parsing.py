@@ -12,6 +12,7 @@ from typing import Any
 from pfl_ext.algorithms import METHODS
 from pfl_ext.configuration import Configuration
 from pfl_ext.data import PARTITIONERS
+from pfl_ext.named import networks_of
 from pfl_ext.nn import NETWORKS
 from pfl_ext.options import Option, OptionError, nearest, title
 from pfl_ext.reports import COLUMNS, LOGGERS, METRIC, STATISTIC, Look
@@ -72,7 +73,8 @@ class Basis:
             raise UsageError(str(error)) from None
         for section in _CODE:
             if (named := getattr(known, section)) is not None:
-                load_code(section, named, trusted=True)
+                for one in networks_of(named) if section == "network" else [named]:
+                    load_code(section, one, trusted=True)
         load_named(_without(configuration.sections, known), trusted=known.trust_code)
         name = known.partition or configuration.sections.get("partition", {}).get("name")
         name = name or PARTITION_OPTIONS["name"].default

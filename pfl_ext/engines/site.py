@@ -18,6 +18,7 @@ from pfl_ext.federation.evaluation import GLOBAL_TEST_PART
 from pfl_ext.federation.mapped import MappedTensor, RemoteTensor, opened, scratch_folder
 from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.turns import Turns
+from pfl_ext.nn import Networks
 
 from .exchange import Exchange
 from .ranks import Ranks
@@ -74,28 +75,6 @@ def portion(plan: Plan, clients: Sequence[int], rank: int, ranks: int) -> Plan:
     )
 
 
-class _OwnClients(ClientStore):
-    """A store with rows for some clients only."""
-
-    def __init__(self, clients: Sequence[int], initial: Mapping[str, Tensor], folder: Path | None) -> None:
-        super().__init__(len(clients), initial, folder)
-        self._numbers = torch.tensor(sorted(clients), dtype=torch.int64)
-        self._row = {k: row for row, k in enumerate(sorted(clients))}
-
-    def read(self, client: int, name: str) -> Tensor:
-        return super().read(self._row[client], name)
-
-    def write(self, client: int, name: str, vector: Tensor) -> None:
-        super().write(self._row[client], name, vector)
-
-    def written(self, client: int, name: str) -> bool:
-        return super().written(self._row[client], name)
-
-    def tensors(self) -> dict[str, Tensor]:
-        found = super().tensors()
-        return found | {f"{name}/clients": self._numbers[found[f"{name}/clients"]] for name in self.names}
-
-
 class Site:
     """One rank's part of a run; the same on rank 0, which drives, and on all others.
 
@@ -117,12 +96,12 @@ class Site:
         mapped = plan.settings.store == "mapped"
         self._folder = scratch_folder(self, 1 << 62) if mapped else None
         self.device = plan.dataset.device
-        kept = plan.kept(plan.working_model())
         store = None
         if mapped:
             of_run = None if plan.folder is None else plan.folder / "clients.store"
             store = (of_run or scratch_folder(self, 1 << 62)) / f"rank-{ranks.rank}"
-        self.store = _OwnClients(clients, kept, store)
+        networks = Networks.of(plan.module)
+        self.store = ClientStore({k: networks.network(k) for k in sorted(clients)}, plan.kept(), store)
         self.runtime = ClientRuntime(plan, self.store, self._deliver)
         self.exchange = Exchange(ranks, self.device, self._keep)
         self._vectors: dict[int, Vector] = {}
@@ -245,11 +224,12 @@ class Site:
         """Unlabelled samples of the server, for outputs."""
         self._data = data.to(self.device)
 
-    def outputs(self, numbers: Sequence[int], rows: Tensor) -> list[Tensor]:
+    def outputs(self, numbers: Sequence[int], rows: Tensor, network: int) -> list[Tensor]:
         """What the working model makes of those samples, with vectors that are here as its state."""
         assert self._data is not None
         with threads(self._plan.settings.threads):
-            return [outputs_of(self.runtime.model, self.fetch(number), self._data, rows) for number in numbers]
+            model = self.runtime.models_of[network]
+            return [outputs_of(model, self.fetch(number), self._data, rows) for number in numbers]
 
     def release(self, vectors: Sequence[RemoteTensor]) -> None:
         """Nobody needs them any more."""

@@ -121,7 +121,10 @@ def _started(ranks: Ranks, plan: Plan, clients: Sequence[int]) -> tuple[Answer, 
         device = torch.device(plan.settings.device)
         _check_device(device, ranks)
         tests = {name: [(data.to(device), rows) for data, rows in parts] for name, parts in plan.tests.items()}
-        here = dataclasses.replace(plan, module=plan.module.to(device), dataset=plan.dataset.to(device), tests=tests)
+        public = None if plan.public is None else plan.public.to(device)
+        here = dataclasses.replace(
+            plan, module=plan.module.to(device), dataset=plan.dataset.to(device), tests=tests, public=public
+        )
         return (None, None), Site(ranks, here, clients)
     except Exception as error:
         return (_portable(error, ranks.rank), None), None
@@ -245,7 +248,7 @@ class Torchrun(Here):
         """Deal the clients, and give each rank what it needs of them."""
         ranks = self._ranks
         _check_device(plan.dataset.device, ranks)
-        kept = plan.kept(plan.working_model())
+        kept = plan.kept()
         size = plan.dataset.nbytes
         self._free = not kept and size <= _WHOLE_DATA and ranks.size > 1
         costs = {k: len(rows.train) for k, rows in plan.rows.items()}
@@ -370,7 +373,7 @@ class Torchrun(Here):
             assert isinstance(vector, RemoteTensor)
             places.append((vector.rank, len(own[vector.rank])))
             own[vector.rank].append(vector.number)
-        found = self._ask("outputs", [(numbers, rows) for numbers in own])
+        found = self._ask("outputs", [(numbers, rows, model.network) for numbers in own])
         return [found[rank][i].to(self._site.device) for rank, i in places]
 
     def release(self, vector: Vector) -> None:
@@ -390,7 +393,7 @@ class Torchrun(Here):
 
     def save(self, stem: Path) -> list[Path]:
         """Let each rank write what its clients keep, where they keep anything."""
-        if not self._site.store.names:
+        if not self._site.store.labels:
             return []
         return [Path(path) for path in self._ask("save", [(stem,)] * self._ranks.size)]
 
@@ -398,7 +401,7 @@ class Torchrun(Here):
         """Give each rank what its clients keep."""
         for rank in reversed(range(self._ranks.size)):
             own: dict[str, Tensor] = {}
-            for name in self._site.store.names:
+            for name in self._site.store.labels:
                 clients = tensors[f"{name}/clients"]
                 mine = torch.tensor([self._owner[k] == rank for k in clients.tolist()], dtype=torch.bool)
                 own |= {f"{name}/clients": clients[mine], f"{name}/rows": tensors[f"{name}/rows"][mine]}

@@ -84,6 +84,7 @@ class _PortablePlan:
     dataset: _PortableDataset
     tests: dict[str, list[tuple[_PortableDataset | None, Tensor]]]
     """None stands for the run's own dataset."""
+    public: _PortableDataset | None
 
     @classmethod
     def of(cls, plan: Plan, folder: Path) -> _PortablePlan:
@@ -96,8 +97,9 @@ class _PortablePlan:
             for number, (name, parts) in enumerate(plan.tests.items())
         }
         nothing = plan.dataset.subset(torch.empty(0, dtype=torch.int64))
-        empty = dataclasses.replace(plan, dataset=nothing, tests={})
-        return cls(empty, _PortableDataset.of(plan.dataset, folder, "data"), tests)
+        empty = dataclasses.replace(plan, dataset=nothing, tests={}, public=None)
+        public = None if plan.public is None else _PortableDataset.of(plan.public, folder, "public")
+        return cls(empty, _PortableDataset.of(plan.dataset, folder, "data"), tests, public)
 
     def open(self) -> Plan:
         """The plan."""
@@ -107,7 +109,8 @@ class _PortablePlan:
             for name, parts in self.tests.items()
         }
         # A copy: the module that arrived may be memory that all workers share.
-        return dataclasses.replace(self.plan, module=copy.deepcopy(self.plan.module), dataset=dataset, tests=tests)
+        module, public = copy.deepcopy(self.plan.module), None if self.public is None else self.public.open()
+        return dataclasses.replace(self.plan, module=module, dataset=dataset, tests=tests, public=public)
 
 
 class _Slots:
@@ -237,17 +240,17 @@ class Workers(Here):
         """Write the data where all see it, and start the processes."""
         if plan.dataset.device.type != "cpu":
             raise ValueError(f"{self.workers} workers on {plan.dataset.device}; workers train on the cpu")
-        model = plan.working_model()
-        kept = plan.kept(model)
-        own = model.size * model.state().element_size()
+        kept = plan.kept()
+        own = max(model.size * model.state().element_size() for model in plan.working_models())
         sets = [plan.dataset, *(data for parts in plan.tests.values() for data, _ in parts)]
+        sets += [] if plan.public is None else [plan.public]
         size = sum(data.nbytes for data in {id(data): data for data in sets}.values())
         size += sum(vector.nbytes for vector in kept.values()) * len(plan.rows)
         # Everybody's upload may be there at once, of a model or two.
         self._folder = scratch_folder(self, size + 2 * own * (1 + len(plan.rows)))
         mapped = plan.settings.store == "mapped"
         folder = store_folder(self, plan) if mapped else self._folder / "store"
-        self.store = ClientStore(len(plan.rows), kept, folder)
+        self.store = plan.store(folder)
         self._mapped = mapped
         self._slots = _Slots(self._folder)
         self._fetched: dict[Path, Tensor] = {}

@@ -20,7 +20,7 @@ from .server import Server
 from .settings import Settings
 from .side_module import SideModule
 from .steps import Loss, Steps, fine_tune, local_length, mean_loss, sam
-from .store import ClientStore
+from .store import ClientStore, label_of
 from .streams import seed_of, stream
 from .uploads import Here, Uploads, outputs_of
 
@@ -64,6 +64,7 @@ __all__ = [
     "WorkingModel",
     "clock_of",
     "fine_tune",
+    "label_of",
     "local_length",
     "mean_loss",
     "option",

@@ -66,7 +66,7 @@ class Client:
         round: the round, from 1.
         stage: what the turn is for, the stage of its request; ``"personal"`` also beside the upload of ``"train"``.
         task: what is learned: ``client.task.loss(outputs, targets)``.
-        model: the working model. It holds whatever the last client left: load a state first.
+        model: the working model, of this client's network. It holds whatever the last client left: load a state first.
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
         privacy: the options of differential privacy, None without.
@@ -87,6 +87,7 @@ class Client:
         rows: Rows,
         store: ClientStore,
         settings: Settings,
+        public: Dataset | None = None,
     ) -> None:
         """Made by the runtime."""
         self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
@@ -96,7 +97,7 @@ class Client:
         self.graphs: bool = settings.graphs
         self.report: dict[str, float] = {}
         self.trained, self.trained_personally, self.trained_parameters = 0, 0, 0
-        self._dataset, self._store, self._settings = dataset, store, settings
+        self._dataset, self._store, self._settings, self._public = dataset, store, settings, public
         self._most_steps: int | None = None
         self._most_samples: int | None = None
         self._set: dict[str, Tensor] = {}
@@ -127,7 +128,7 @@ class Client:
     def __setitem__(self, name: str, vector: Tensor) -> None:
         """Keep ``vector`` under a name that the method's ``keeps`` has."""
         if name not in self._store.initial:
-            raise KeyError(f"{name} is not in what the method keeps: {', '.join(self._store.names) or 'nothing'}")
+            raise KeyError(f"{name} is not in what the method keeps: {', '.join(self._store.labels) or 'nothing'}")
         self._set[name] = vector
 
     def __contains__(self, name: object) -> bool:
@@ -139,6 +140,13 @@ class Client:
     def changes(self) -> dict[str, Tensor]:
         """What was set in this turn."""
         return self._set
+
+    @property
+    def public(self) -> Dataset:
+        """The unlabelled data that all clients and the server see, where the method is ``public``."""
+        if self._public is None:
+            raise ValueError("there are no public data, or the method does not say that its clients see them")
+        return self._public
 
     def label_counts(self) -> Tensor:
         """How many training samples the client has of each class."""
@@ -243,6 +251,21 @@ class Client:
             return lambda inputs: inputs
         augment, random = AUGMENTATIONS[self._settings.augmentation], self.stream(f"{name}/augmentation")
         return lambda inputs: augment(inputs, random)
+
+    def public_batches(self, rows: Tensor, batch_size: int, *, epochs: int, name: str) -> Iterator[Batch]:
+        """Shuffled mini-batches of some of the public samples: of each its inputs and which of the ``rows`` it is.
+
+        There are no targets: ``batch.targets`` are those places again, for what the server has said of the samples.
+        """
+        order, skip_single = self.stream(name), self.model.has_batch_norm and len(rows) > 1
+        for _ in range(epochs):
+            for places in torch.randperm(len(rows), generator=order).split(batch_size):
+                if skip_single and len(places) == 1 and batch_size > 1:
+                    continue
+                if not self._goes_on(len(places)):
+                    return
+                places = placed(places, rows.device)
+                yield Batch(self.public.batch(rows[places])[0], places, places)
 
     def outputs(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (logits, say) and targets of these samples by the working model as it is, in evaluation mode."""

@@ -15,7 +15,6 @@ from .mapped import LARGE, MappedTensor, scratch_folder
 from .messages import Reply, Request, Vector
 from .plan import Plan
 from .runtime import ClientRuntime, threads
-from .store import ClientStore
 from .turns import Turns
 from .uploads import Here, VectorAccess
 
@@ -67,10 +66,9 @@ class InProcess(Here):
         """One runtime for all clients."""
         mapped = plan.settings.store == "mapped"
         self._threads = plan.settings.threads
-        model = plan.working_model()
-        self._device = model.device
+        self._device = plan.dataset.device
         folder = store_folder(self, plan) if mapped else None
-        self.store = ClientStore(len(plan.rows), plan.kept(model), folder)
+        self.store = plan.store(folder)
         # With all clients selected uploads are as large as what is kept: in files too.
         self._uploads: Path | None = scratch_folder(self, 1 << 62) if mapped else None
         self.runtime = ClientRuntime(plan, self.store, self._deliver)

@@ -60,7 +60,7 @@ class Evaluator:
         engine: runs the clients.
         task, settings, partition: the run's.
         tests: the test sets that belong to no client, as in the run's plan.
-        has_global_model: whether there is a global model.
+        global_models: how many global models there are: one, or none, or one for each network.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class Evaluator:
         settings: Settings,
         partition: Partition,
         tests: Mapping[str, Sequence[tuple[Dataset, Tensor]]],
-        has_global_model: bool,
+        global_models: int,
     ) -> None:
         """See the class."""
         self.engine, self.task, self.settings, self.tests = engine, task, settings, tests
         self.sizes = [{split: len(getattr(partition, split)[k]) for split in SPLITS} for k in range(partition.clients)]
         self._old = partition.clients - settings.new_clients
-        self._has_global_model = has_global_model
+        self._global_models = global_models
         if settings.evaluate == "global" or settings.evaluate_clients_every > 1:
             self._check_global()
 
     def _check_global(self) -> None:
         """Refuse a run of which nothing would be evaluated."""
         tested = any(len(rows) for _, rows in self.tests.get("global_test", ()))
-        if not self._has_global_model or not tested:
-            missing = "a global test set" if self._has_global_model else "a method that has a global model"
+        if not self._global_models or not tested:
+            missing = "a global test set" if self._global_models else "a method that has a global model"
             s = self.settings
             raise ValueError(
                 f"evaluate is {s.evaluate!r} and evaluate_clients_every {s.evaluate_clients_every}: testing the global "
@@ -112,7 +112,7 @@ class Evaluator:
             for k, report in ((k, sorted(reports[k].items())) for k in clients)
         ]
         found = {"models": self._summaries(replies[: self._old])}
-        if self._has_global_model:
+        if self._global_models:
             shared = found["models"].setdefault("global", {})
             # Extra test sets once, after the last round: they may be large.
             for test in self.tests if t == self.settings.rounds else ("global_test",):
@@ -124,11 +124,12 @@ class Evaluator:
         return found, results
 
     def _of_global_model(self, t: int, test: str) -> dict[str, float]:
-        """Metrics of the global model on a test set: the mean over its parts."""
+        """Metrics of the global model on a test set: the mean over its parts, and over the networks."""
         found = []
-        for part, (_, rows) in enumerate(self.tests.get(test, ())):
-            if len(rows):
-                requests = [Request(0, 0, "test", rows=some) for some in _pieces(test, part, len(rows))]
+        parts = [(part, len(rows)) for part, (_, rows) in enumerate(self.tests.get(test, ()))]
+        for network, (part, size) in itertools.product(range(self._global_models), parts):
+            if size:
+                requests = [Request(0, 0, "test", rows=some) for some in _pieces(test, part, size, network)]
                 outputs = [reply.outputs for reply in self.engine.run(requests) if reply.outputs is not None]
                 found_outputs, targets = (
                     torch.cat([self.engine.fetch(x) for x in both]) for both in zip(*outputs, strict=True)
@@ -155,6 +156,6 @@ class Evaluator:
         return models
 
 
-def _pieces(test: str, part: int, size: int) -> Iterator[SharedTest]:
+def _pieces(test: str, part: int, size: int, network: int) -> Iterator[SharedTest]:
     for begin in range(0, size, GLOBAL_TEST_PART):
-        yield SharedTest(test, part, begin, min(begin + GLOBAL_TEST_PART, size))
+        yield SharedTest(test, part, begin, min(begin + GLOBAL_TEST_PART, size), network)

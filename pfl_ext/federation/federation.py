@@ -35,7 +35,6 @@ from .runtime import ClientRuntime, seed_layers, state_of, threads
 from .server import Server
 from .settings import Settings
 from .state import RunState
-from .store import ClientStore
 from .streams import seed_of
 
 __all__ = ["Federation", "Record"]
@@ -56,7 +55,7 @@ class Federation:
 
     Args:
         method: what clients and server do.
-        module: the network with its initial weights; a copy is trained.
+        module: the network with its initial weights, or several (:class:`pfl_ext.nn.Networks`); a copy is trained.
         dataset, partition: the data; every client needs training samples.
         settings: the rest.
         task: what is learned (:mod:`pfl_ext.tasks`); by default what the targets are for.
@@ -107,18 +106,20 @@ class Federation:
         samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
         rounds = kind(method, s, self.server, self.engine, samples, clock)
         self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds)
-        check_batch(self.task, self.server.model, self.dataset, partition)
+        for model in self.server.models:
+            check_batch(self.task, model, self.dataset, partition)
         method.set_up(self.server)
         check_buffers(method, self.server)
-        plan = Plan.of(method, self.task, module, self.dataset, partition, s, tests, self.folder)
+        plan = Plan.of(method, self.task, module, self.dataset, partition, s, tests, self.folder, unlabelled)
         self._checkpoints = None if self.folder is None else Checkpoints(self.folder / "checkpoints", self.identity)
         if self._checkpoints is not None and not resume:
             self._checkpoints.begin()
         self._plan = plan
         self.engine.start(plan)
         self._state = RunState(self.server, self.engine, rounds, partition.clients)
-        has_global_model = method.global_model(self.server, self.server.model) is not None
-        self._evaluate = Evaluator(self.engine, self.task, s, partition, plan.tests, has_global_model)
+        shared = [method.global_model(self.server, model) for model in self.server.models]
+        count = sum(state is not None for state in shared)
+        self._evaluate = Evaluator(self.engine, self.task, s, partition, plan.tests, count)
         self.client_results: list[ClientResult] = []
         self.answer: Callable[[str], None] = _write_answer
         self._at_work = "round 1"  # what is finished before the run stops
@@ -244,16 +245,25 @@ class Federation:
 
     # ---- models ------------------------------------------------------------------------------------------------------
 
-    def global_model(self) -> nn.Module:
+    def global_model(self, network: int | None = None) -> nn.Module:
         """The network as the global model has it: a copy with all parameters and buffers, frozen ones too, to evaluate.
 
+        Args:
+            network: where there are several networks, the number of one.
+
         Raises:
-            ValueError: the method has no global model.
+            ValueError: the method has no global model, or the run no such network.
         """
-        state = self.method.global_model(self.server, self.server.model)
+        count = len(self.server.models)
+        if network is None and count > 1:
+            raise ValueError(f"the run has {count} networks, each with a global model of its own: network=0 is one")
+        network = network or 0
+        if network not in range(count):
+            raise ValueError(f"network is {network}; the run has networks 0 to {count - 1}")
+        state = self.method.global_model(self.server, self.server.models[network])
         if state is None:
             raise ValueError(f"{self.method.name} has no global model; personal_model(client) gives a client's")
-        return self._module_of(state)
+        return self._module_of(state, network)
 
     def personal_model(self, client: int) -> nn.Module:
         """The same of a client's personal model; of a method that trains none, the global one as that client has it.
@@ -269,7 +279,7 @@ class Federation:
         if not models:
             raise ValueError(f"{self.method.name} has neither a personal nor a global model")
         name = next((name for name in ("personal", "global") if name in models), next(iter(models)))
-        return self._module_of(state_of(name, models[name]))
+        return self._module_of(state_of(name, models[name]), self.server.networks[client])
 
     def _runtime(self) -> ClientRuntime:
         """A runtime of all clients in this process."""
@@ -277,14 +287,14 @@ class Federation:
             self.engine.publish(self.server)
             return self.engine.runtime
         plan = dataclasses.replace(self._plan, module=copy.deepcopy(self._plan.module))
-        store = ClientStore(len(plan.rows), plan.kept(plan.working_model()))
+        store = plan.store()
         store.restore(self.engine.state())
         runtime = ClientRuntime(plan, store)
         runtime.server = self.server
         return runtime
 
-    def _module_of(self, state: Tensor) -> nn.Module:
-        module = copy.deepcopy(self.server.model.module)
+    def _module_of(self, state: Tensor, network: int) -> nn.Module:
+        module = copy.deepcopy(self.server.models[network].module)
         s = self.settings
         WorkingModel(module, s.local_buffers, s.server_buffers).load(state)
         return module.to(memory_format=torch.contiguous_format).eval()

@@ -32,6 +32,7 @@ def identity_of(
         server: before the method has set it up: its working model has the initial weights. A checkpoint has none of
             what is frozen, nor of what no client has changed.
     """
+    models = server.models if len(server.models) > 1 else None
     auxiliary, by_rounds = server.auxiliary, method.lr_rounds == "cosine"
     return {
         "method": type(method).__name__,
@@ -42,8 +43,9 @@ def identity_of(
         "data": [dataset.fingerprint, _normalisation(dataset)],
         "auxiliary": None if auxiliary is None else [auxiliary.fingerprint, _normalisation(auxiliary)],
         "partition": partition.fingerprint,
-        "network": server.model.layout(),
-        "initial_weights": server.model.digest(),
+        "network": server.model.layout() if models is None else [model.layout() for model in models],
+        "initial_weights": server.model.digest() if models is None else [model.digest() for model in models],
+        **({} if models is None else {"networks": list(server.networks)}),
         **settings.identity(),
         **rounds.identity(),
     }

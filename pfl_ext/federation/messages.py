@@ -42,6 +42,8 @@ class SharedTest(NamedTuple):
     """Which part of that set; the global one has one."""
     begin: int
     end: int
+    network: int = 0
+    """Which global model: that of which network."""
 
 
 class Work(NamedTuple):

@@ -48,6 +48,12 @@ class Method(Options, abc.ABC):
     needs: ClassVar[Literal["nothing", "logits", "classes"]] = "nothing"
     """What the task must have: logits of classes, to distil them; one class for each sample, to count by it."""
 
+    several_networks: ClassVar[bool] = False
+    """Whether clients may have networks of different shapes: it sends no vector of one's state to another."""
+
+    public: ClassVar[bool] = False
+    """Whether clients see the server's unlabelled data."""
+
     needs_validation: ClassVar[bool] = False
     """Whether every client must have validation data."""
 
@@ -190,5 +196,5 @@ class Method(Options, abc.ABC):
         return {}
 
     def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor | None:
-        """The global model as a state; None where there is none."""
+        """The global model as a state of this network; None where there is none."""
         return server.get("model")

@@ -102,20 +102,27 @@ class WorkingModel:
         module: the network; it is changed. All its tensors must be on one device, all floating ones of one type.
         local_buffers: names of the types of modules whose buffers never leave a client (see :attr:`local`).
         server_buffers: the same of those that stay what the server has (see :attr:`server`).
+        network: which of the run's networks it is, where clients have different ones.
 
     Attributes:
         trained: the parameters that require gradients.
         size: how many numbers a state has.
         parameters: how many of them, the first ones, are parameters; buffers follow.
         local, server, stays: which of them are such buffers; ``stays`` is both together.
+        network: as given.
         names, shapes: of the tensors that a state consists of.
         row: the network as a row of layers that are all trained, None if it is another one.
     """
 
     def __init__(
-        self, module: nn.Module, local_buffers: tuple[str, ...] = (), server_buffers: tuple[str, ...] = ()
+        self,
+        module: nn.Module,
+        local_buffers: tuple[str, ...] = (),
+        server_buffers: tuple[str, ...] = (),
+        network: int = 0,
     ) -> None:
         """See the class."""
+        self.network = network
         everything = [*module.named_parameters(), *module.named_buffers()]
         _check(module, everything)
         first = everything[0][1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset, Partition
+from pfl_ext.nn import Networks
 from pfl_ext.tasks import Task
 
 from .client import Rows
@@ -17,6 +18,7 @@ from .method import Method
 from .model import WorkingModel
 from .privacy import PRIVATE_STEPS
 from .settings import Settings
+from .store import ClientStore, label_of
 
 __all__ = ["LOCAL_BUFFERS", "Plan"]
 
@@ -31,7 +33,7 @@ class Plan:
     method: Method
     task: Task
     module: nn.Module
-    """The network with its initial weights."""
+    """The network with its initial weights, or all of them (:class:`~pfl_ext.nn.Networks`)."""
     dataset: Dataset
     rows: Mapping[int, Rows]
     """The samples of each client."""
@@ -40,6 +42,8 @@ class Plan:
     """Test sets that belong to no client, each in parts of samples of a dataset: ``"global_test"``, and extra ones."""
     folder: Path | None = None
     """Where clients' vectors are kept that are in files; None: where there is room."""
+    public: Dataset | None = None
+    """Unlabelled data that the clients of the method see too."""
 
     @classmethod
     def of(
@@ -52,6 +56,7 @@ class Plan:
         settings: Settings,
         extra_tests: Mapping[str, Sequence[Dataset]],
         folder: Path | None,
+        public: Dataset | None = None,
     ) -> Plan:
         """The plan of all clients of a partition."""
         cut = partition
@@ -59,17 +64,34 @@ class Plan:
         tests = {"global_test": [(dataset, cut.global_test)]}
         for name, parts in extra_tests.items():
             tests[name] = [(part.to(dataset.device), torch.arange(len(part))) for part in parts]
-        return cls(method, task, module, dataset, rows, settings, tests, folder)
+        return cls(method, task, module, dataset, rows, settings, tests, folder, public if method.public else None)
 
-    def kept(self, model: WorkingModel) -> dict[str, Tensor]:
-        """What is kept for each client: the method's vectors, and local buffers and private steps where there are."""
-        kept = self.method.keeps(model)
-        if self.settings.privacy is not None:
-            kept[PRIVATE_STEPS] = torch.zeros(2, dtype=torch.float64)
-        if model.local.any():
-            kept[LOCAL_BUFFERS] = model.state()[model.local]
-        return kept
+    @property
+    def networks(self) -> dict[int, int]:
+        """The number of each client's network."""
+        networks = Networks.of(self.module)
+        return {k: networks.network(k) for k in self.rows}
 
-    def working_model(self) -> WorkingModel:
-        """The network as a working model; it is changed."""
-        return WorkingModel(self.module, self.settings.local_buffers, self.settings.server_buffers)
+    def working_models(self) -> list[WorkingModel]:
+        """Each network as a working model; it is changed."""
+        s, each = self.settings, Networks.of(self.module).each
+        return [WorkingModel(module, s.local_buffers, s.server_buffers, n) for n, module in enumerate(each)]
+
+    def kept(self) -> dict[str, Tensor]:
+        """What is kept for each client: the method's vectors, and local buffers and private steps where there are.
+
+        Of the second network and further ones by names of their own (:func:`.store.label_of`).
+        """
+        found: dict[str, Tensor] = {}
+        for model in self.working_models():
+            kept = self.method.keeps(model)
+            if self.settings.privacy is not None:
+                kept[PRIVATE_STEPS] = torch.zeros(2, dtype=torch.float64)
+            if model.local.any():
+                kept[LOCAL_BUFFERS] = model.state()[model.local]
+            found |= {label_of(name, model.network): vector for name, vector in kept.items()}
+        return found
+
+    def store(self, folder: Path | None = None) -> ClientStore:
+        """A store of these clients."""
+        return ClientStore(self.networks, self.kept(), folder)

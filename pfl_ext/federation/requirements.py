@@ -11,6 +11,7 @@ from torch import nn
 
 from pfl_ext.data import Dataset, Inputs, Partition
 from pfl_ext.data.nests import named
+from pfl_ext.nn import Networks
 from pfl_ext.tasks import Task
 
 from .evaluation import SPLITS
@@ -53,6 +54,7 @@ def check_run(
     if settings.new_clients >= partition.clients:
         raise ValueError(f"{settings.new_clients} of {partition.clients} clients are to join late")
     partition.check(dataset)
+    _check_networks(method, module, partition, settings)
     without = [k for k, part in enumerate(partition.validation) if len(part) == 0]
     if method.needs_validation and without:
         raise ValueError(
@@ -69,6 +71,22 @@ def check_run(
         if not method.private:
             private = "those whose clients train by plain SGD on the labels, such as fedavg, ditto and perada"
             raise ValueError(f"{method.name} has no differentially private form; {private} have one")
+
+
+def _check_networks(method: Method, module: nn.Module, partition: Partition, settings: Settings) -> None:
+    """Refuse networks of different shapes where vectors of one would meet those of another."""
+    networks = Networks.of(module)
+    networks.check(partition.clients)
+    if len(networks.each) == 1:
+        return
+    if not method.several_networks:
+        raise ValueError(
+            f"{method.name} brings clients' models together number by number, so that all need one network; the run "
+            f"has {len(networks.each)}. For several there are those whose clients share something else, such as "
+            "feddf, fedmd and fedproto"
+        )
+    if settings.local_buffers or settings.server_buffers:
+        raise ValueError("local_buffers and server_buffers are of one network; the run has several: leave them out")
 
 
 def check_augmentation(given: str, dataset: Dataset) -> None:

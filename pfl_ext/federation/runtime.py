@@ -18,6 +18,7 @@ from .client import Client, Rows, current_outputs
 from .mapped import opened
 from .messages import Diverged, Reply, Request, Stage, Work
 from .method import Models, Predictor
+from .model import WorkingModel
 from .plan import LOCAL_BUFFERS, Plan
 from .store import ClientStore
 from .streams import seed_of
@@ -81,6 +82,7 @@ class ClientRuntime:
 
     Attributes:
         server: the server's vectors, as the engine has published them.
+        models_of: the working model of each network; ``model`` is the first, which most runs have alone.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class ClientRuntime:
         """See the class."""
         self.plan, self.store, self.deliver = plan, store, deliver
         self.method, self.task, self.settings = plan.method, plan.task, plan.settings
-        self.model = plan.working_model()
+        self.models_of = plan.working_models()
+        self.model, self._networks = self.models_of[0], plan.networks
         self.server: Vectors = {}
         self._placed: dict[int, Rows] = {}
-        self._evaluated = -1  # the round in which a model was last loaded for an evaluation
+        self._evaluated: dict[int, int] = {}  # the round in which a network was last loaded for an evaluation
         self._personal = "personal" in self.method.stages
         self._uplink: Uplink = ToHost(self.model.device) if self.settings.uploads == "host" else InThread()
         stays = self.model.stays
@@ -115,8 +118,8 @@ class ClientRuntime:
             return Reply(request.client)
         client, received = self.begin(request)
         # Once for all evaluations in a row: walking over the modules takes as long as a small forward pass.
-        if self.model.module.training == (request.stage == "evaluate"):
-            self.model.module.train(request.stage != "evaluate")
+        if client.model.module.training == (request.stage == "evaluate"):
+            client.model.module.train(request.stage != "evaluate")
         try:
             reply = self._stages[request.stage](request, client, received)
         except Diverged as error:
@@ -133,10 +136,11 @@ class ClientRuntime:
         """A client at the beginning of its turn, and what it receives."""
         settings, k = self.settings, request.client
         seed_layers(seed_of(settings.seed, "layers", request.round, k), self.model.device)
-        plan = self.plan
+        plan, model = self.plan, self.models_of[self._networks[k]]
         client = Client(
-            k, request.round, request.stage, self.task, self.model, plan.dataset, self._rows(k), self.store, settings
-        )
+            k, request.round, request.stage, self.task, model, plan.dataset, self._rows(k), self.store, settings,
+            plan.public,
+        )  # fmt: skip
         if request.received is None:
             received = self.method.sends(self.server, k, request.stage)
         else:
@@ -162,7 +166,7 @@ class ClientRuntime:
 
     def _keep_own_buffers(self, client: Client) -> None:
         if self._has_local:
-            client[LOCAL_BUFFERS] = self.model.state()[self.model.local]
+            client[LOCAL_BUFFERS] = client.model.state()[client.model.local]
 
     def _train(self, request: Request, client: Client, received: Vectors) -> Reply:
         """A selected client's turn, without its personal part where that is a request of its own."""
@@ -229,31 +233,31 @@ class ClientRuntime:
 
     def _measure(self, client: Client, when: str, state: Tensor | None) -> dict[str, float]:
         """How the received model, or the working model as it is, does on the client's test data."""
-        if len(client.test) == 0 or (state is not None and state.numel() != self.model.size):
+        if len(client.test) == 0 or (state is not None and state.numel() != client.model.size):
             return {}
         if state is not None:
-            self.model.load(state)
-        metrics = self.task.measured(*self._outputs(self.plan.dataset, client.test))
+            client.model.load(state)
+        metrics = self.task.measured(*self._outputs(client.model, self.plan.dataset, client.test))
         return {f"{when}_training/{metric}": value for metric, value in metrics.items()}
 
     # ---- evaluating --------------------------------------------------------------------------------------------------
 
     def models(self, client: Client, received: Vectors) -> Models:
         """A client's models by name, the global one first."""
-        shared = self.method.global_model(self.server, self.model)
+        shared = self.method.global_model(self.server, client.model)
         found: Models = {} if shared is None else {"global": self._with_own_buffers(client, shared)}
         return found | dict(self.method.models(client, received))
 
-    def _predictor(self, model: Tensor | Predictor, round: int) -> Callable[[Inputs], Tensor]:
+    def _predictor(self, working: WorkingModel, model: Tensor | Predictor, round: int) -> Callable[[Inputs], Tensor]:
         """What makes outputs of inputs: the working model with this state, or what the method has in its place."""
         if isinstance(model, Tensor):
             # Most clients are evaluated with the same global model, in a round: in workers another process writes the
             # next one over it, in memory that they share, and no version of a tensor tells.
-            if round != self._evaluated or not self.model.loaded(model):
-                self.model.load(model)
-                self._evaluated = round
-            return self.model
-        return functools.partial(model, self.model)
+            if round != self._evaluated.get(working.network) or not working.loaded(model):
+                working.load(model)
+                self._evaluated[working.network] = round
+            return working
+        return functools.partial(model, working)
 
     def _evaluate(self, request: Request, client: Client, received: Vectors) -> Reply:
         """Metrics of the client's models; nothing that is kept changes."""
@@ -262,14 +266,14 @@ class ClientRuntime:
         reply = Reply(client.index)
         outputs: dict[tuple[str, str], list[Tensor]] = {}
         for name, model in self.models(client, received).items():
-            predict = self._predictor(model, request.round)
+            predict = self._predictor(client.model, model, request.round)
             sets = {split: [(self.plan.dataset, getattr(client, split))] for split in splits}
             if s.personal_global_test and (name == "personal" or (name == "global" and s.prediction_distance)):
                 # Extra test sets once: CIFAR-10-C has 950,000 images, for every client's model.
                 last = request.round == s.rounds
                 sets |= {test: list(p) for test, p in self.plan.tests.items() if last or test == "global_test"}
             for split, parts in sets.items():
-                results = [self._outputs(data, rows, predict) for data, rows in parts if len(rows)]
+                results = [self._outputs(client.model, data, rows, predict) for data, rows in parts if len(rows)]
                 if any(bool(found.isnan().any()) for found, _ in results):
                     # NaN is no accuracy of 0: the model is named, or left out.
                     reply.error = reply.error or Diverged(
@@ -292,17 +296,22 @@ class ClientRuntime:
         return reply
 
     def _outputs(
-        self, dataset: Dataset, rows: Tensor, predict: Callable[[Inputs], Tensor] | None = None
+        self,
+        model: WorkingModel,
+        dataset: Dataset,
+        rows: Tensor,
+        predict: Callable[[Inputs], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What the task's metrics need of these samples, by the working model or by what predicts in its place."""
-        return current_outputs(self.model, dataset, rows, self.task.reduce, predict)
+        return current_outputs(model, dataset, rows, self.task.reduce, predict)
 
     def _test(self, request: Request) -> Reply:
         """What the global model makes of samples that belong to no client."""
         assert request.rows is not None
         dataset, rows = self.plan.tests[request.rows.test][request.rows.part]
-        state = self.method.global_model(self.server, self.model)
+        model = self.models_of[request.rows.network]
+        state = self.method.global_model(self.server, model)
         assert state is not None
-        self.model.load(state)
+        model.load(state)
         part = rows[request.rows.begin : request.rows.end]
-        return Reply(request.client, outputs=self._outputs(dataset, part))
+        return Reply(request.client, outputs=self._outputs(model, dataset, part))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext.data import Dataset
+from pfl_ext.nn import Networks
 from pfl_ext.tasks import Task
 
 from .model import WorkingModel
@@ -25,7 +26,7 @@ class Server(dict[str, Tensor]):
 
     Args:
         task: what is learned.
-        module: the network; a copy of it becomes the working model when that is first asked for.
+        module: the network, or several; a copy becomes the working model when that is first asked for.
         settings: the run's.
         clients: how many clients the federation has.
         auxiliary, held_out: see below.
@@ -38,6 +39,7 @@ class Server(dict[str, Tensor]):
         report: numbers that the method reports of this round, for the tables of the run.
         auxiliary: unlabelled data, None where the run has none. Its targets say nothing.
         held_out: labelled samples that the partition leaves to the server, None where there are none.
+        networks: the number of each client's network: 0 for all, unless there are several.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class Server(dict[str, Tensor]):
         self.report: dict[str, float] = {}
         self.auxiliary, self.held_out = auxiliary, held_out
         self._module, self._settings = module, settings
-        self._model: WorkingModel | None = None
+        self._models: list[WorkingModel] | None = None
+        networks = Networks.of(module)
+        self.networks = tuple(networks.network(k) for k in range(clients))
 
     def begin(self, round: int, members: int) -> None:
         """A new round (the loop says so)."""
@@ -67,11 +71,16 @@ class Server(dict[str, Tensor]):
 
     @property
     def model(self) -> WorkingModel:
-        """The server's working model. It holds whatever the last round left: load a state first."""
-        if self._model is None:
-            s = self._settings
-            self._model = WorkingModel(copy.deepcopy(self._module), s.local_buffers, s.server_buffers)
-        return self._model
+        """The working model of the first network. It holds whatever the last round left: load a state first."""
+        return self.models[0]
+
+    @property
+    def models(self) -> list[WorkingModel]:
+        """The working model of each network."""
+        if self._models is None:
+            s, each = self._settings, Networks.of(copy.deepcopy(self._module)).each
+            self._models = [WorkingModel(m, s.local_buffers, s.server_buffers, n) for n, m in enumerate(each)]
+        return self._models
 
     def stream(self, name: str) -> torch.Generator:
         """A random stream of this round, at its beginning."""

@@ -11,42 +11,57 @@ from torch import Tensor
 
 from .mapped import MappedTensor
 
-__all__ = ["ClientStore", "merged"]
+__all__ = ["ClientStore", "label_of", "merged"]
+
+
+def label_of(name: str, network: int) -> str:
+    """What the vectors of a name are called that clients with this network keep."""
+    return name if network == 0 else f"{name}@{network}"
 
 
 class ClientStore:
     """Named vectors for each client. A row that was never written reads as the common initial vector.
 
-    A row costs no memory until it is written.
+    A row costs no memory until it is written. Clients with different networks keep vectors of different lengths: each
+    network has rows of its own.
 
     Args:
-        clients: how many rows.
-        initial: for each name the vector all clients begin with.
+        clients: how many; or the number of each one's network by its own number.
+        initial: for each name the vector all clients begin with; where there are several networks, for each label.
         folder: keep the rows in files there (made anew), so that more clients fit than memory holds and worker
             processes that are given the store see the same rows. None keeps them on the vectors' device.
     """
 
-    def __init__(self, clients: int, initial: Mapping[str, Tensor], folder: Path | None = None) -> None:
+    def __init__(
+        self, clients: int | Mapping[int, int], initial: Mapping[str, Tensor], folder: Path | None = None
+    ) -> None:
         """See the class."""
         for name, vector in initial.items():
             if vector.dim() != 1:
                 raise ValueError(f"{name} has the shape {list(vector.shape)}; what a client keeps is made of vectors")
             if folder is not None and vector.device.type != "cpu":
                 raise ValueError(f"a memory-mapped store holds CPU tensors; {name} is on {vector.device}")
-        self.clients = clients
+        self._networks = dict(clients) if isinstance(clients, Mapping) else dict.fromkeys(range(clients), 0)
+        self.clients = len(self._networks)
         self.initial = {name: vector.detach().clone() for name, vector in initial.items()}
+        members: dict[int, list[int]] = {}
+        for k, network in sorted(self._networks.items()):
+            members.setdefault(network, []).append(k)
+        self._members = {label_of(name, network): own for network, own in members.items() for name in initial}
+        self._row = {k: row for own in members.values() for row, k in enumerate(own)}
         self._files: dict[str, tuple[MappedTensor, MappedTensor]] = {}
         self._rows: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}
         for name, vector in self.initial.items():
-            shape = (clients, vector.numel())
+            count = len(self._members.get(name, ()))
+            shape = (count, vector.numel())
             if folder is None:
                 self._rows[name] = torch.empty(shape, dtype=vector.dtype, device=vector.device)
-                self._written[name] = torch.zeros(clients, dtype=torch.bool)
+                self._written[name] = torch.zeros(count, dtype=torch.bool)
             else:
                 self._files[name] = (
                     MappedTensor.create(folder / f"{name}.rows", shape, vector.dtype),
-                    MappedTensor.copy(torch.zeros(clients, dtype=torch.bool), folder / f"{name}.written"),
+                    MappedTensor.copy(torch.zeros(count, dtype=torch.bool), folder / f"{name}.written"),
                 )
         self._open()
 
@@ -58,7 +73,7 @@ class ClientStore:
         """What another process needs to see the same rows."""
         if self.initial and not self._files:
             raise TypeError("only a store with a folder can be given to another process")
-        return {"clients": self.clients, "initial": self.initial, "_files": self._files}
+        return {name: value for name, value in vars(self).items() if name not in ("_rows", "_written")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Open the files again."""
@@ -66,58 +81,66 @@ class ClientStore:
         self._open()
 
     @property
-    def names(self) -> list[str]:
-        """The names of the vectors."""
+    def labels(self) -> list[str]:
+        """The names of the vectors, those of each network."""
         return list(self.initial)
+
+    def label(self, client: int, name: str) -> str:
+        """What a vector of this client is called among those of all networks."""
+        return label_of(name, self._networks[client])
 
     def read(self, client: int, name: str) -> Tensor:
         """A copy of the client's vector."""
-        initial = self.initial[name]
-        if not self._written[name][client]:
+        label, row = self.label(client, name), self._row[client]
+        initial = self.initial[label]
+        if not self._written[label][row]:
             return initial.clone()
-        if name in self._files:
-            return self._files[name][0].read(client * initial.numel(), initial.numel())
-        return self._rows[name][client].clone()
+        if label in self._files:
+            return self._files[label][0].read(row * initial.numel(), initial.numel())
+        return self._rows[label][row].clone()
 
     def write(self, client: int, name: str, vector: Tensor) -> None:
         """Keep ``vector`` for the client."""
-        if vector.shape != self.initial[name].shape:
-            raise ValueError(
-                f"{name} of client {client} is {list(vector.shape)}; {list(self.initial[name].shape)} is kept"
-            )
-        if name in self._files:
-            self._files[name][0].write(client * vector.numel(), vector.to(self.initial[name].dtype))
+        self._write(client, self.label(client, name), vector)
+
+    def _write(self, client: int, label: str, vector: Tensor) -> None:
+        row, initial = self._row[client], self.initial[label]
+        if vector.shape != initial.shape:
+            raise ValueError(f"{label} of client {client} is {list(vector.shape)}; {list(initial.shape)} is kept")
+        if label in self._files:
+            self._files[label][0].write(row * vector.numel(), vector.to(initial.dtype))
         else:
-            self._rows[name][client].copy_(vector)
-        self._written[name][client] = True
+            self._rows[label][row].copy_(vector)
+        self._written[label][row] = True
 
     def written(self, client: int, name: str) -> bool:
         """Whether the client has a vector of its own."""
-        return bool(self._written[name][client])
+        return bool(self._written[self.label(client, name)][self._row[client]])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to save: for each name the written rows and their clients."""
+        """Everything to save: for each label the written rows and their clients."""
         found = {}
         for name in self.initial:
             rows = self._files[name][0].open() if name in self._files else self._rows[name]
             which = self._written[name].nonzero().flatten()
-            found[f"{name}/clients"] = which
+            found[f"{name}/clients"] = torch.tensor(self._members.get(name, ()), dtype=torch.int64)[which]
             # Without a copy where all rows are there: a mapped store may be larger than memory.
-            found[f"{name}/rows"] = rows if len(which) == self.clients else rows[which]
+            found[f"{name}/rows"] = rows if len(which) == len(rows) else rows[which]
         return found
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the rows to what :meth:`tensors` gave."""
         for name, vector in self.initial.items():
             which, saved = tensors[f"{name}/clients"], tensors[f"{name}/rows"]
-            if saved.shape[1:] != vector.shape or len(which) > self.clients:
+            members = self._members.get(name, ())
+            if saved.shape[1:] != vector.shape or not set(which.tolist()) <= set(members):
                 raise ValueError(
-                    f"saved rows of {name} are {list(saved.shape)}, the store has {[self.clients, *vector.shape]}"
+                    f"saved rows of {name} are {list(saved.shape)}, the store has {[len(members), *vector.shape]}"
                 )
         for name in self.initial:
             self._written[name].zero_()
             for client, row in zip(tensors[f"{name}/clients"].tolist(), tensors[f"{name}/rows"], strict=True):
-                self.write(client, name, row)
+                self._write(client, name, row)
 
 
 def merged(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -124,6 +124,18 @@ class Uploads:
         r""":math:`\sum_k \frac{n_k}{n} w_k` over the clients that sent something, or their mean (:meth:`weights`)."""
         return self._access.average([vectors[name] for vectors in self._vectors], self.weights(equally=equally))
 
+    def of(self, clients: Collection[int]) -> Uploads:
+        """What those of these clients sent that sent something: of the clients with one network, say."""
+        some = [i for i, k in enumerate(self.clients) if k in clients]
+        return Uploads(
+            [self.clients[i] for i in some],
+            [self.samples[i] for i in some],
+            [self._vectors[i] for i in some],
+            [self.staleness[i] for i in some],
+            self._access,
+            self._weighting,
+        )
+
     def weights(self, *, equally: bool = False) -> list[int]:
         """n_k of each client, or 1: as the method's paper has it, unless its option ``weighting`` says otherwise."""
         alike = equally if self._weighting == "paper" else self._weighting == "equal"
@@ -142,7 +154,7 @@ class Uploads:
 
         Args:
             name: of the states.
-            model: of the server; it may be used, and holds any state afterwards.
+            model: of the server, of these clients' network; it may be used, and holds any state afterwards.
             data: of the server.
             rows: indices of its samples.
         """

@@ -21,7 +21,7 @@ from pfl_ext.options import of_signature
 from pfl_ext.tasks import Task
 
 from .arrays import copied, record_of
-from .parts import Given, Network, Parts, Whole, network_digest
+from .parts import Auxiliary, Given, Network, Parts, Whole, network_digest
 from .records import answer_of, read_question, read_request, reply_of
 from .state import ContextStore, NodeFiles
 
@@ -38,6 +38,7 @@ def client_app(
     settings: Settings | None = None,
     data: Whole | None = None,
     task: Task | None = None,
+    auxiliary: Auxiliary | None = None,
     own_data: OwnData | None = None,
 ) -> ClientApp:
     """A Flower app of a client that carries out requests of :func:`~.server.server_app`.
@@ -47,10 +48,10 @@ def client_app(
     part of the run's data, as in a simulation. What it keeps between rounds is in ``context.state``.
 
     Args:
-        method, network, settings, data, task: as for the server.
+        method, network, settings, data, task, auxiliary: as for the server.
         own_data: loads the node's own samples in place of ``data`` of its configuration.
     """
-    given = Given(method, network, settings, data, task)
+    given = Given(method, network, settings, data, task, auxiliary)
     app = ClientApp()
 
     def reply(message: Message, context: Context) -> Message:
@@ -154,14 +155,23 @@ class _Node:
         parts, experiment = self.parts, self.parts.experiment
         tests = {} if experiment is None or self.own else experiment.make_extra_tests(self.dataset)
         module = parts.network(self.dataset)
+        public = parts.auxiliary(self.dataset, self.partition) if parts.method.public else None
         plan = Plan.of(
-            parts.method, parts.task(self.dataset), module, self.dataset, self.partition, parts.settings, tests, None
+            parts.method,
+            parts.task(self.dataset),
+            module,
+            self.dataset,
+            self.partition,
+            parts.settings,
+            tests,
+            None,
+            public,
         )
         plan = dataclasses.replace(plan, rows={self.client: plan.rows[self.position]})
         return _Runtime(plan, self._store(plan))
 
     def _store(self, plan: Plan) -> ContextStore:
-        return ContextStore(self.context, self.parts.run, plan.kept(plan.working_model()))
+        return ContextStore(self.context, self.parts.run, plan.kept(), plan.networks)
 
     # ---- what is kept, for checkpoints -------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class GridEngine(Here):
         if plan.settings.store != "memory":
             raise ValueError(f"store is {plan.settings.store!r}; nodes keep their client's vectors in their context")
         self._plan = plan
-        self._kept = plan.kept(plan.working_model())
+        self._kept = plan.kept()
         self._own = any(node.own for node in self._nodes.values())
         if self._own and plan.method.buffer is not None and self._kept:
             raise ValueError(
@@ -177,7 +177,10 @@ class GridEngine(Here):
         self._meet()
         answers = self._answers(requests)
         replies = [self._reply(request, answer) for request, answer in zip(requests, answers, strict=True)]
-        _leave_out_others(requests, replies, self._sizes())
+        networks = self._plan.networks
+        for network in set(networks.values()):
+            some = [i for i, request in enumerate(requests) if networks[request.client] == network]
+            _leave_out_others(requests, replies, some, self._sizes(network))
         lost = [reply.error for reply in replies if isinstance(reply.error, Lost)]
         for error in lost:
             log(WARNING, "%s", error)
@@ -188,16 +191,18 @@ class GridEngine(Here):
     def _answers(self, requests: Sequence[Request]) -> list[Message | str]:
         """Send requests to the nodes of their clients, and wait for what comes back."""
         there = set(self._grid.get_node_ids())
-        shared = self._runtime.method.global_model(self._server, self._runtime.model)
+        runtime, networks = self._runtime, self._plan.networks
+        every = [runtime.method.global_model(self._server, model) for model in runtime.models_of]
         known: dict[int, Array] = {}
-        alive: list[Any] = [shared]  # while their arrays are known by their ids
+        alive: list[Any] = [*every]  # while their arrays are known by their ids
         messages, places = [], []
         for place, request in enumerate(requests):
             node = self._nodes.get(request.client)
             if node is None or node.node not in there:
                 continue
             alive.append(received := self._received(request))
-            content = request_of(request, self._run, received, shared if request.stage == "evaluate" else None, known)
+            shared = every[networks[request.client]] if request.stage == "evaluate" else None
+            content = request_of(request, self._run, received, shared, known)
             messages.append(Message(content, node.node, _TYPES.get(request.stage, MessageType.TRAIN), ttl=self.timeout))
             places.append(place)
         answers: list[Message | str] = ["it is not connected"] * len(requests)
@@ -205,9 +210,11 @@ class GridEngine(Here):
             answers[place] = answer
         return answers
 
-    def _sizes(self) -> set[int]:
+    def _sizes(self, network: int) -> set[int]:
         """Of models and parts of models: the server has vectors of them, or a row for each client."""
-        return {self._runtime.model.size} | {vector.shape[-1] for vector in self._server.values() if vector.dim()}
+        return {self._runtime.models_of[network].size} | {
+            vector.shape[-1] for vector in self._server.values() if vector.dim()
+        }
 
     def _received(self, request: Request) -> dict[str, Tensor]:
         if request.received is not None:
@@ -368,17 +375,20 @@ def _introduction(node: int, content: RecordDict) -> Introduction:
         raise ValueError(f"it does not say what it is: {type(error).__name__} {error}") from None
 
 
-def _leave_out_others(requests: Sequence[Request], replies: list[Reply], sizes: Set[int]) -> None:
+def _leave_out_others(
+    requests: Sequence[Request], replies: list[Reply], places: Sequence[int], sizes: Set[int]
+) -> None:
     """Leave out uploads that cannot be averaged with those of most: other names or types, or another size of a model.
 
     Args:
         requests: what was asked.
         replies: in their order; those left out are replaced.
+        places: which of them are of clients with one network.
         sizes: of models and of their parts. A vector of another size is what a method likes it to be.
     """
     if not requests or requests[0].stage != "train":
         return
-    arrived = [place for place, reply in enumerate(replies) if reply.error is None]
+    arrived = [place for place in places if replies[place].error is None]
     kinds = {place: _kinds(replies[place]) for place in arrived}
     usual = Counter(tuple(sorted((n, dtype) for n, (_, dtype) in kinds[i].items())) for i in arrived).most_common(1)
     if not usual:

@@ -13,13 +13,16 @@ from torch import nn
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.experiment import Experiment
 from pfl_ext.federation import Method, Settings, WorkingModel
+from pfl_ext.nn import Networks
 from pfl_ext.sections import SECTIONS
 from pfl_ext.tasks import Task, task_of
 
-__all__ = ["Given", "Network", "Parts", "Whole", "network_digest"]
+__all__ = ["Auxiliary", "Given", "Network", "Parts", "Whole", "network_digest"]
 
 Network = Callable[[Dataset], nn.Module]
 """Makes the network with its initial weights for a dataset: the same ones wherever it is called."""
+Auxiliary = Callable[[Dataset, Partition], Dataset | None]
+"""Makes the unlabelled data of a run for its dataset; None: there are none."""
 Whole = Callable[[], tuple[Dataset, Partition]]
 """Loads all clients' data, for a simulation."""
 
@@ -33,6 +36,7 @@ class Parts:
     settings: Settings
     network: Network
     whole: Whole
+    auxiliary: Auxiliary
     experiment: Experiment | None
     """None where all of it was given in code."""
 
@@ -53,6 +57,7 @@ class Given:
     data: Whole | None = None
     task: Task | None = None
     """None: what the targets are for."""
+    auxiliary: Auxiliary | None = None
 
     def parts(self, config: Mapping[str, Any]) -> Parts:
         """The parts of a run with this configuration.
@@ -61,7 +66,8 @@ class Given:
             ValueError: it is not one of a run.
         """
         if self.method and self.network and self.settings and self.data:
-            return Parts(self.method, self._task, self.settings, self.network, self.data, None)
+            auxiliary = self.auxiliary or (lambda dataset, partition: None)
+            return Parts(self.method, self._task, self.settings, self.network, self.data, auxiliary, None)
         experiment = _experiment(config, named=self.method is None)
         return Parts(
             self.method or experiment.make_method(),
@@ -69,6 +75,7 @@ class Given:
             self.settings or experiment.settings,
             self.network or experiment.make_network,
             self.data or experiment.make_data,
+            self.auxiliary or experiment.make_auxiliary,
             experiment if self == Given() else None,
         )
 
@@ -91,6 +98,8 @@ def _experiment(config: Mapping[str, Any], named: bool) -> Experiment:
 def network_digest(parts: Parts, dataset: Dataset) -> str:
     """What tells networks apart, their initial weights and what they are to learn included."""
     module, settings, task = parts.network(dataset), parts.settings, parts.task(dataset)
-    model = WorkingModel(module, settings.local_buffers, settings.server_buffers)
-    content = json.dumps([model.layout(), model.digest(), type(task).__name__, task.identity()], default=str)
+    networks = Networks.of(module)
+    models = [WorkingModel(each, settings.local_buffers, settings.server_buffers) for each in networks.each]
+    every = [[model.layout(), model.digest()] for model in models]
+    content = json.dumps([every, networks.clients, type(task).__name__, task.identity()], default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

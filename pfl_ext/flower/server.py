@@ -20,7 +20,7 @@ from pfl_ext.runs import has_results, run_in
 from pfl_ext.tasks import Task
 
 from .engine import GridEngine, Introduction
-from .parts import Given, Network, Parts, Whole, network_digest
+from .parts import Auxiliary, Given, Network, Parts, Whole, network_digest
 
 __all__ = ["server_app"]
 
@@ -32,6 +32,7 @@ def server_app(
     settings: Settings | None = None,
     data: Whole | None = None,
     task: Task | None = None,
+    auxiliary: Auxiliary | None = None,
     folder: Path | str | None = None,
     resume: bool = False,
 ) -> ServerApp:
@@ -46,10 +47,11 @@ def server_app(
         settings: the rest of the run.
         data: loads all clients' data, for a simulation. Where nodes have their own, it is not called.
         task: what is learned; by default what the targets are for.
+        auxiliary: makes the unlabelled data, for methods that distil at the server, or whose clients see them too.
         folder: where checkpoints go; by default what ``flower.output`` of the configuration names.
         resume: go on from the newest good checkpoint there, as does ``flower.resume`` of the configuration.
     """
-    given = Given(method, network, settings, data, task)
+    given = Given(method, network, settings, data, task, auxiliary)
     app = ServerApp()
 
     @app.main()
@@ -112,6 +114,7 @@ def _run_given(
         engine=engine,
         folder=output or None,
         resume=resume,
+        auxiliary=parts.auxiliary(dataset, partition),
     )
     for record in engine.follow(federation).rounds():
         _tell(record, federation.task.metric)

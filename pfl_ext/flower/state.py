@@ -39,30 +39,33 @@ class ContextStore(ClientStore):
     Args:
         context: the client's.
         run: which run they are of: a node's context may have those of another.
-        initial: for each name the vector that all clients begin with.
+        initial: for each label the vector that all clients begin with.
+        networks: the number of the client's network by its own number.
     """
 
-    def __init__(self, context: Context, run: str, initial: Mapping[str, Tensor]) -> None:
+    def __init__(self, context: Context, run: str, initial: Mapping[str, Tensor], networks: Mapping[int, int]) -> None:
         """See the class."""
-        super().__init__(0, initial)
+        super().__init__(networks, initial)
         self._context, self._key = context, f"pfl_ext/{run}"
         self._kept = load_kept(context, self._key) or {}
 
     def read(self, client: int, name: str) -> Tensor:
         """A copy of the vector."""
-        return self._kept.get(name, self.initial[name]).clone()
+        label = self.label(client, name)
+        return self._kept.get(label, self.initial[label]).clone()
 
     def write(self, client: int, name: str, vector: Tensor) -> None:
         """Keep ``vector``."""
-        if vector.shape != self.initial[name].shape:
-            shapes = list(vector.shape), list(self.initial[name].shape)
-            raise ValueError(f"{name} of client {client} is {shapes[0]}; {shapes[1]} is kept")
-        self._kept[name] = vector.detach().to(self.initial[name].dtype, copy=True)
+        label = self.label(client, name)
+        initial = self.initial[label]
+        if vector.shape != initial.shape:
+            raise ValueError(f"{label} of client {client} is {list(vector.shape)}; {list(initial.shape)} is kept")
+        self._kept[label] = vector.detach().to(initial.dtype, copy=True)
         save_kept(self._context, self._kept, self._key)
 
     def written(self, client: int, name: str) -> bool:
         """Whether there is a vector of the client's own."""
-        return name in self._kept
+        return self.label(client, name) in self._kept
 
     def content(self) -> dict[str, Tensor]:
         """All vectors of the client's own."""

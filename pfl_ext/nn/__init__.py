@@ -7,6 +7,7 @@ from .libraries import library_network
 from .networks import NETWORKS, build, cnn, lenet, mlp
 from .pretrained import load_pretrained, read_weights
 from .resnet import ResNet, WideResNet, resnet18, resnet34, resnet50, wide_resnet
+from .several import Networks
 from .text import CharTransformer, char_transformer
 from .vit import VisionTransformer, vit
 
@@ -16,6 +17,7 @@ __all__ = [
     "FrozenBatchNorm2d",
     "FusedSequential",
     "HyperNetwork",
+    "Networks",
     "ResNet",
     "Row",
     "VisionTransformer",

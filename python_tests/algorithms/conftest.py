@@ -8,7 +8,7 @@ from by_hand import Turn
 from torch import nn
 
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Client, ClientRuntime, ClientStore, Method, Plan, Request, Server, Settings, Stage
+from pfl_ext.federation import Client, ClientRuntime, Method, Plan, Request, Server, Settings, Stage
 from pfl_ext.federation.client import Rows
 from pfl_ext.tasks import task_of
 
@@ -47,7 +47,7 @@ def turn(dataset: Dataset, partition: Partition, network: nn.Module) -> Turn:
         settings = Settings(seed=7)
         rows = {k: Rows(partition.train[k], partition.validation[k], partition.test[k]) for k in range(3)}
         plan = Plan(method, task_of(dataset), copy.deepcopy(network), dataset, rows, settings)
-        runtime = ClientRuntime(plan, ClientStore(len(rows), plan.kept(plan.working_model())))
+        runtime = ClientRuntime(plan, plan.store())
         server = Server(task_of(dataset), network, settings, len(rows))
         method.set_up(server)
         runtime.server = server

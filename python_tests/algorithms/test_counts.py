@@ -12,7 +12,7 @@ from torch import nn
 from pfl_ext import nn as networks
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import ClientRuntime, ClientStore, Federation, Method, Plan, Request, Server, Settings
+from pfl_ext.federation import ClientRuntime, Federation, Method, Plan, Request, Server, Settings
 from pfl_ext.federation.client import Rows
 from pfl_ext.tasks import Classification
 
@@ -50,7 +50,7 @@ def _trained_parameters(method: Method, network: nn.Module) -> int:
         {0: Rows(torch.arange(2), nothing, nothing)},
         Settings(),
     )
-    runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
+    runtime = ClientRuntime(plan, plan.store())
     runtime.server = server
     reply = runtime(Request(0, 1, "train"))
     assert reply.error is None

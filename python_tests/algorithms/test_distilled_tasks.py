@@ -73,7 +73,7 @@ def test_one_step_of_distillation_by_hand(kind: str) -> None:
     method = FedDF(kd_steps=1, kd_lr=0.01, kd_batch_size=40)
     uploads = Uploads([0, 1], [1, 1], [{"model": state} for state in states])
     start = sum(states) / 2
-    found = distil(server, method, start, uploads)
+    (found,) = distil(server, method, [start], [uploads])
 
     model = WorkingModel(_network(make).double())
     x = unlabelled.batch(torch.arange(40))[0]

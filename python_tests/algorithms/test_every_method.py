@@ -19,6 +19,7 @@ from pfl_ext import data
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Engine, Federation, InProcess, Record, Settings, WorkingModel
+from pfl_ext.nn import Networks
 
 _SHORT: dict[str, dict[str, Any]] = {
     "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
@@ -50,7 +51,7 @@ def _states(run: Federation) -> list[Tensor]:
     """All states of the whole model that the server and the clients have."""
     assert isinstance(run.engine, InProcess)
     store, size = run.engine.store, run.server.model.size
-    kept = [store.read(k, name) for k in range(store.clients) for name in store.names]
+    kept = [store.read(k, name) for k in range(store.clients) for name in store.labels]
     states = [vector for vector in (*run.server.values(), *kept) if vector.shape[-1:] == (size,)]
     return [row for vector in states if vector.is_floating_point() for row in vector.view(-1, size)]
 
@@ -115,12 +116,13 @@ def pool() -> Iterator[Pool]:
     found.close()
 
 
-def _run(name: str, digits: Dataset, **options: Any) -> Federation:
+def _run(name: str, digits: Dataset, *others: nn.Module, store: str = "memory", **options: Any) -> Federation:
     order = torch.Generator().manual_seed(1)
     cut = data.PARTITIONERS["dirichlet"](digits, 4, generator=order, alpha=1.0, validation=0.2)
     torch.manual_seed(1)
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
-    settings = Settings(rounds=3, participation=0.5, new_clients=1, join_round=3, checkpoint_every=1)
+    network = Networks([network, *others], (0, 1, 1, 0)) if others else network
+    settings = Settings(rounds=3, participation=0.5, new_clients=1, join_round=3, checkpoint_every=1, store=store)
     auxiliary = digits.subset(torch.arange(20)).unlabelled(digits)
     return Federation(_method(name), network, digits, cut, settings, auxiliary=auxiliary, **options)
 
@@ -136,11 +138,31 @@ def _vectors(run: Federation) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_workers_and_a_stop_change_no_bit_on_digits(name: str, digits: Dataset, pool: Pool, tmp_path: Path) -> None:
-    whole = _run(name, digits)
+    _check_same_bits(name, digits, pool, tmp_path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_networks_of_different_shapes_change_no_bit_or_are_refused_with_the_reason(
+    name: str, digits: Dataset, pool: Pool, tmp_path: Path
+) -> None:
+    torch.manual_seed(2)  # deeper, and with as many features
+    other = nn.Sequential(nn.Flatten(), nn.Linear(64, 7), nn.ReLU(), nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 10))
+    if not METHODS[name].several_networks:
+        with pytest.raises(ValueError, match=f"^{name} brings clients' models together .* so that all need one net"):
+            _run(name, digits, other)
+        return
+    run = _check_same_bits(name, digits, pool, tmp_path, other)
+    assert run.server.networks == (0, 1, 1, 0)
+
+
+def _check_same_bits(name: str, digits: Dataset, pool: Pool, tmp_path: Path, *others: nn.Module) -> Federation:
+    """In one process, in workers, and after a stop; with several networks clients' rows are in files there."""
+    whole = _run(name, digits, *others)
     told = _told(whole.run())
     expected = _vectors(whole)
 
-    side_by_side = _run(name, digits, engine=pool.engine())
+    store = "mapped" if others else "memory"
+    side_by_side = _run(name, digits, *others, store=store, engine=pool.engine())
     vectors: dict[str, Tensor] = {}
     found = []
     for record in side_by_side.rounds():
@@ -149,14 +171,15 @@ def test_workers_and_a_stop_change_no_bit_on_digits(name: str, digits: Dataset, 
     assert _told(found) == told
     _check_equal(vectors, expected)
 
-    stopped = _run(name, digits, folder=tmp_path)
+    stopped = _run(name, digits, *others, store=store, folder=tmp_path)
     rounds = stopped.rounds()
     assert _told([next(rounds), next(rounds)]) == told[:2]  # the first is saved when the second is asked for
     rounds.close()
-    resumed = _run(name, digits, folder=tmp_path, resume=True)
+    resumed = _run(name, digits, *others, folder=tmp_path, resume=True)
     assert resumed.round == 1
     assert _told(resumed.run()) == told[1:]
     _check_equal(_vectors(resumed), expected)
+    return whole
 
 
 def _check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

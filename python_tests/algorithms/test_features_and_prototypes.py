@@ -410,4 +410,4 @@ def test_clients_of_fedproto_send_no_more_than_they_have(dataset: Dataset, netwo
     assert first["communication"]["up_parameters"] == (5 + 3) + (2 * 5 + 3)
     assert first["communication"]["down_parameters"] == 2 * 3
     assert second["communication"]["down_parameters"] == 2 * (3 * 5 + 3)
-    assert isinstance(run.engine, InProcess) and run.engine.store.names == ["personal"]
+    assert isinstance(run.engine, InProcess) and run.engine.store.labels == ["personal"]

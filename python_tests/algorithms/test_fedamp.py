@@ -110,7 +110,7 @@ def test_a_client_is_evaluated_with_the_model_it_sent_and_trains_from_another() 
 def test_there_is_one_copy_of_each_clients_model(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     run = Federation(_method(), network, dataset, partition, Settings(rounds=2))
     records = run.run()
-    assert run.engine.store.names == []  # type: ignore[attr-defined]
+    assert run.engine.store.labels == []  # type: ignore[attr-defined]
     assert [name for name, x in run.server.items() if x.numel() >= 3 * 43] == ["models"]
     assert records[-1]["communication"] == {
         "up_parameters": 3 * 43,

@@ -19,7 +19,6 @@ from pfl_ext.federation import (
     Batch,
     Client,
     ClientRuntime,
-    ClientStore,
     Plan,
     Request,
     Settings,
@@ -187,7 +186,7 @@ def test_what_is_added_has_no_noise(dataset: Dataset, partition: Partition, netw
     for scale in (0.0, 1.0):
         rows = {0: Rows(partition.train[0], partition.validation[0], partition.test[0])}
         plan = Plan(method, Classification(), copy.deepcopy(network), dataset, rows, settings)
-        runtime = ClientRuntime(plan, ClientStore(1, plan.kept(plan.working_model())))
+        runtime = ClientRuntime(plan, plan.store())
         runtime.server = {"model": runtime.model.state()}
         client, received = runtime.begin(Request(0, 1, "train"))
         client.model.load(received["model"])

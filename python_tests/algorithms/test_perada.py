@@ -286,7 +286,7 @@ def test_distillation_from_one_teacher_makes_the_distance_small(network: nn.Modu
     teacher = server.model.state()
     generator = torch.Generator().manual_seed(0)
     start = teacher + torch.randn(teacher.shape, generator=generator, dtype=torch.float64)
-    distil(server, method, start, Uploads([0], [1], [{"model": teacher}]))
+    distil(server, method, [start], [Uploads([0], [1], [{"model": teacher}])])
     assert server.report["distillation_distance"] < 0.1 * server.report["distillation_distance_before"]
     assert torch.equal(server.model.module[0].weight, network[0].weight)  # type: ignore[index, union-attr]
 
@@ -496,7 +496,7 @@ def test_both_backends_give_the_same_models_to_within_rounding(tmp_path: Path) -
         # Elsewhere than in the repository: there "-c" would import the tree, which has no library in it.
         subprocess.run([sys.executable, "-c", SCRIPT, str(path)], check=True, env=environment, cwd=tmp_path)
         found.append(load_file(path))
-    assert found[0].keys() == found[1].keys() and len(found[0]) == 4 + 9
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 4 + 10
     # Sums of up to 200 products of numbers around 1 are rounded in another order: 200 eps in each of 8 local steps and
     # 6 of distillation, forward and backward. Adam divides by the root of squares, which are 1e-3 and more here: 1e3.
     bound = 1e3 * 2 * 14 * 200 * torch.finfo(torch.float64).eps

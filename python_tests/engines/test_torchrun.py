@@ -121,8 +121,8 @@ def test_every_method_gives_the_bits_of_one_process_on_two_ranks(answers: Callab
 def test_three_ranks_with_uneven_clients_stores_protocols_and_faults_are_as_one_process(
     answers: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    found = answers(3, "stores_and_protocols", "faults_of_clients", "saved", "fast")
-    assert all(found["stores_and_protocols"].values()), found
+    found = answers(3, "stores_and_protocols", "networks", "faults_of_clients", "saved", "fast")
+    assert all(found["stores_and_protocols"].values()) and all(found["networks"].values()), found
     faults = found["faults_of_clients"]
     assert faults["dropped"] and faults["after"], faults
     assert faults["nan"][0] == "Diverged" and "client 2 diverged in round 2" in faults["nan"][1]

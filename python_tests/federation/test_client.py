@@ -104,8 +104,8 @@ def test_what_is_set_is_kept_when_the_turn_ends_without_an_error_and_not_before(
     dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
     plan = Plan(_Keeping(), Classification(), network, dataset, {0: _rows(partition)}, Settings())
-    model = plan.working_model()
-    store = ClientStore(1, plan.kept(model))
+    (model,) = plan.working_models()
+    store = plan.store()
     runtime = ClientRuntime(plan, store)
     runtime.server = {"model": model.state()}
     assert not store.written(0, "v")

@@ -74,7 +74,7 @@ def _store(run: Federation) -> ClientStore:
 
 def _kept(run: Federation) -> list[dict[str, Tensor]]:
     store = _store(run)
-    return [{name: store.read(k, name) for name in store.names} for k in range(run.partition.clients)]
+    return [{name: store.read(k, name) for name in store.labels} for k in range(run.partition.clients)]
 
 
 def _assert_identical(first: Federation, second: Federation) -> None:
@@ -490,7 +490,7 @@ def test_running_statistics_follow_their_policy(policy: str, dataset: Dataset, p
     statistics = run.server["model"][-11:]  # mean, variance, counter
     untouched = torch.cat([torch.zeros(5), torch.ones(5), torch.zeros(1)])
     assert torch.equal(statistics, untouched) == (policy != "average")
-    kept = [name for name in _store(run).names if "buffers" in name]
+    kept = [name for name in _store(run).labels if "buffers" in name]
     assert bool(kept) == (policy == "local")
     if kept:
         rows = [_store(run).read(k, kept[0]) for k in range(6)]
@@ -595,4 +595,5 @@ def test_a_method_has_at_most_nine_hooks() -> None:
     assert {"train", "aggregate"} < hooks and len(hooks) <= 9, sorted(hooks)
     # What is not called is a value or an option, or a property that follows from options.
     options = {field.name for field in dataclasses.fields(Method)}
-    assert public - hooks - options == {"private", "needs", "needs_validation", "refuses", "stages", "buffer"}
+    values = {"private", "needs", "needs_validation", "several_networks", "public", "refuses", "stages", "buffer"}
+    assert public - hooks - options == values

@@ -71,7 +71,7 @@ def test_a_run_with_a_frozen_layer_is_the_run_with_a_constant_in_its_place(
         assert torch.equal(ours.server[vector], theirs.server[vector]), vector
     assert isinstance(ours.engine, InProcess) and isinstance(theirs.engine, InProcess)
     for k in range(partition.clients):
-        for vector in ours.engine.store.names:
+        for vector in ours.engine.store.labels:
             assert torch.equal(ours.engine.store.read(k, vector), theirs.engine.store.read(k, vector)), vector
 
 

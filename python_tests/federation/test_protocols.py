@@ -32,7 +32,7 @@ def _vectors(run: Federation) -> list[Tensor]:
     """The server's, and all that clients keep."""
     assert isinstance(run.engine, InProcess | Workers)
     store = run.engine.store
-    rows = [store.read(k, name) for k in range(run.partition.clients) for name in sorted(store.names)]
+    rows = [store.read(k, name) for k in range(run.partition.clients) for name in sorted(store.labels)]
     return [*(run.server[name] for name in sorted(run.server)), *rows]
 
 

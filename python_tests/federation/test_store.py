@@ -86,6 +86,30 @@ def test_a_store_in_memory_is_not_handed_over_by_copy() -> None:
         pickle.dumps(ClientStore(2, {"v": torch.zeros(2)}))
 
 
+def test_clients_with_different_networks_have_rows_of_different_lengths(folder: Path | None, tmp_path: Path) -> None:
+    initial = {"v": torch.zeros(2), "v@1": torch.zeros(3)}
+    networks = {4: 0, 5: 1, 9: 1}
+    store = ClientStore(networks, initial, folder)
+    store.write(9, "v", torch.ones(3))
+    assert store.read(9, "v").tolist() == [1, 1, 1] and store.read(5, "v").tolist() == [0, 0, 0]
+    assert store.read(4, "v").tolist() == [0, 0] and not store.written(5, "v")
+    with pytest.raises(ValueError, match=r"v of client 4 is \[3\]; \[2\] is kept"):
+        store.write(4, "v", torch.ones(3))
+    saved = store.tensors()
+    assert (
+        saved["v@1/clients"].tolist() == [9] and saved["v@1/rows"].shape == (1, 3) and saved["v/rows"].shape == (0, 2)
+    )
+    other = ClientStore(networks, initial, tmp_path / "other")
+    other.restore(saved)
+    assert other.read(9, "v").tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="saved rows of v@1"):  # of a client that has another network
+        other.restore(saved | {"v@1/clients": torch.tensor([4])})
+    if folder is not None:
+        again = pickle.loads(pickle.dumps(store))
+        again.write(5, "v", torch.full((3,), 2.0))
+        assert store.read(5, "v").tolist() == [2, 2, 2] and store.read(9, "v").tolist() == [1, 1, 1]
+
+
 def test_wrong_shapes_are_refused_and_change_nothing(folder: Path | None) -> None:
     store = ClientStore(2, {"v": torch.zeros(2)}, folder)
     with pytest.raises(ValueError, match=r"v of client 1 is \[3\]; \[2\] is kept"):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ from pfl_ext.federation import Federation, Record, Settings
 from pfl_ext.flower import FusedFedAvg, GridEngine, client_app, write_arrays
 from pfl_ext.flower.grid import ArrivingGrid
 from pfl_ext.flower.parts import Given
+from pfl_ext.nn import Networks
 
 CLIENTS = 6
 EXAMPLES = ("averaging", "distillation", "proximal", "sharpness", "spectral")
@@ -35,6 +37,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
     "fedgen": {"generator_steps": 3},
 }
+NETWORKS = {"networks, distilled": "feddf", "networks, prototypes": "fedproto"}
+"""Runs with networks of different shapes, and their methods."""
 
 
 # ---- the runs --------------------------------------------------------------------------------------------------------
@@ -53,7 +57,22 @@ def network(dataset: Dataset) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
 
 
+def networks(dataset: Dataset) -> nn.Module:
+    """That one and a smaller one, with as many features; the clients have them in turn."""
+    torch.manual_seed(2)
+    return Networks([network(dataset), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))])
+
+
+def auxiliary(dataset: Dataset, partition: Partition) -> Dataset:
+    return dataset.subset(torch.arange(20)).unlabelled(dataset)
+
+
 def given(name: str) -> Given:
+    """A run, with unlabelled data."""
+    return dataclasses.replace(_given(name), auxiliary=auxiliary)
+
+
+def _given(name: str) -> Given:
     """The run of a method; of ``fault:HOW`` one in which a client misbehaves; of ``buffers`` one with a policy."""
     quick = {"lr": 0.1, "batch_size": 4}
     settings: dict[str, Any] = {"rounds": 2, "participation": 0.7, "seed": 3}
@@ -70,6 +89,8 @@ def given(name: str) -> Given:
     if name == "until arrival":
         settings |= {"protocol": "until-arrival", "clock": "log-normal", "clock_up": 1e4, "seed": 6}
         return Given(METHODS["scd"](**quick), network, Settings(**settings), whole)
+    if name in NETWORKS:
+        return Given(METHODS[NETWORKS[name]](**quick), networks, Settings(**settings | {"seed": 9}), whole)
     if name == "resumed":
         return Given(METHODS["ditto"](**quick), network, Settings(rounds=4, seed=8, checkpoint_every=1), whole)
     return Given(METHODS[name](**{**quick, **SHORT.get(name, {})}), network, Settings(**settings), whole)
@@ -77,10 +98,10 @@ def given(name: str) -> Given:
 
 def federation(name: str, **more: Any) -> Federation:
     run = given(name)
-    assert run.method is not None
+    assert run.method is not None and run.network is not None
     dataset, partition = whole()
-    auxiliary = dataset.subset(torch.arange(20)).unlabelled(dataset)
-    return Federation(run.method, network(dataset), dataset, partition, run.settings, auxiliary=auxiliary, **more)
+    unlabelled = auxiliary(dataset, partition)
+    return Federation(run.method, run.network(dataset), dataset, partition, run.settings, auxiliary=unlabelled, **more)
 
 
 def history(records: Sequence[Record]) -> str:
@@ -88,7 +109,7 @@ def history(records: Sequence[Record]) -> str:
     return json.dumps([{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records])
 
 
-RUNS = (*METHODS, "buffers", "server buffers", "until arrival")
+RUNS = (*METHODS, *NETWORKS, "buffers", "server buffers", "until arrival")
 
 
 # ---- clients that misbehave ------------------------------------------------------------------------------------------
@@ -188,7 +209,7 @@ NAMES = {given(name).parts({}).run: name for name in (*RUNS, *(f"fault:{how}" fo
 
 def _client_of(name: str) -> ClientApp:
     run = given(name)
-    return client_app(run.method, network=run.network, settings=run.settings, data=run.data)
+    return client_app(run.method, network=run.network, settings=run.settings, data=run.data, auxiliary=run.auxiliary)
 
 
 def route(message: Message, context: Context) -> Message:

@@ -157,8 +157,8 @@ def _context() -> Context:
 
 def test_what_a_client_keeps_is_in_its_context_by_run() -> None:
     context, initial = _context(), {"personal": torch.zeros(3)}
-    ContextStore(context, "a", initial).write(4, "personal", torch.ones(3))
-    again, other = ContextStore(context, "a", initial), ContextStore(context, "b", initial)
+    ContextStore(context, "a", initial, {4: 0}).write(4, "personal", torch.ones(3))
+    again, other = ContextStore(context, "a", initial, {4: 0}), ContextStore(context, "b", initial, {4: 0})
     assert again.written(4, "personal") and torch.equal(again.read(4, "personal"), torch.ones(3))
     assert not other.written(4, "personal") and torch.equal(other.read(4, "personal"), torch.zeros(3))
     with pytest.raises(ValueError, match=r"personal of client 4 is \[2\]; \[3\] is kept"):

@@ -264,7 +264,7 @@ def test_what_does_not_fit_the_run_is_refused_in_one_line_and_changes_nothing(
         run.read(tmp_path)
     assert "\n" not in str(error.value)
     assert run.round == 0 and all(torch.equal(run.server[name], vector) for name, vector in before.items())
-    assert not any(run.engine.store.written(k, name) for k in range(4) for name in run.engine.store.names)
+    assert not any(run.engine.store.written(k, name) for k in range(4) for name in run.engine.store.labels)
     with pytest.raises(DamagedCheckpoint, match=re.escape(message)):
         make_run(method, tmp_path, resume=True, **settings)
 

@@ -20,6 +20,7 @@ from pfl_ext.engines import Torchrun, lead
 from pfl_ext.engines.exchange import Exchange
 from pfl_ext.federation import Federation, InProcess, Record, Settings
 from pfl_ext.federation.checkpoint import digest
+from pfl_ext.nn import Networks
 
 SHORT: dict[str, dict[str, Any]] = {
     "persfl": {"temperatures": (1.0, 5.0), "lambdas": (0.0, 0.5)},
@@ -75,7 +76,8 @@ def federation(name: str, engine: Any, settings: Settings, **more: Any) -> Feder
     data = points()
     auxiliary = data.subset(torch.arange(20)).unlabelled(data)
     method = METHODS[name](**options)
-    return Federation(method, network(), data, uneven(), settings, engine=engine, auxiliary=auxiliary, **more)
+    module = more.pop("module", None) or network()
+    return Federation(method, module, data, uneven(), settings, engine=engine, auxiliary=auxiliary, **more)
 
 
 def outcome(name: str, engine: Any, settings: Settings, **more: Any) -> str:
@@ -114,6 +116,20 @@ def stores_and_protocols(folder: Path) -> dict[str, bool]:
     for case, (name, given) in cases.items():
         settings = Settings(**{"rounds": 3, **given})
         found[case] = outcome(name, Torchrun(), settings) == outcome(name, InProcess(), settings)
+    return found
+
+
+def networks(folder: Path) -> dict[str, bool]:
+    """The same where clients have different networks."""
+    found = {}
+    for name in ("feddf", "fedmd", "fedproto"):
+        for store in ("memory", "mapped"):
+            settings = Settings(rounds=3, participation=0.6, store=store)
+            one, two = (
+                outcome(name, engine, settings, module=Networks([network(), plain()]))
+                for engine in (Torchrun(), InProcess())
+            )
+            found[f"{name}, {store}"] = one == two
     return found
 
 
@@ -198,7 +214,7 @@ def _fail_on_rank_1() -> None:
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     scenario.__name__: scenario
-    for scenario in (every_method, stores_and_protocols, faults_of_clients, saved, resumed, fast, full_disk)
+    for scenario in (every_method, stores_and_protocols, networks, faults_of_clients, saved, resumed, fast, full_disk)
 }
 
 
