@@ -10,7 +10,7 @@ what runs beside them on a busy machine would be most of what another clock show
 from __future__ import annotations
 
 import time
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from torch.nn import functional as F
@@ -20,7 +20,7 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, Settings, stream
 from pfl_ext.ops import proximal_sgd_step_
 
-from . import machine, report
+from . import report, round_race
 from .measure import threads
 
 __all__ = ["CLIENTS", "OP", "federation", "markdown", "measure", "step_seconds", "turn_seconds"]
@@ -73,33 +73,24 @@ def step_seconds(clients: int, repeats: int) -> list[float]:
 
 def measure(repeats: int, clients: int = CLIENTS) -> list[report.Row]:
     """The lines of the CSV file: milliseconds a turn, and of its step."""
-    about, unknown = machine.describe(), float("nan")
     turns, steps = turn_seconds(clients, repeats), step_seconds(clients, repeats)
+    shapes, limit = f"linear, {_FEATURES} to {_CLASSES}", median(steps)
     made = []
     for contestant, kind, times in (("pfl_ext", "ours", turns), (_STEP, "limit", steps)):
-        q25, middle, q75 = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        ratio, share = median(times) / median(turns), limit / median(times)
         made.append(
-            report.Row(
-                family="federation",
-                op=OP,
-                shapes=f"linear, {_FEATURES} to {_CLASSES}",
-                clients=clients,
-                dtype="float32",
-                threads=1,
-                contestant=contestant,
-                kind=kind,
-                median_ms=middle * 1e3,
-                q25_ms=q25 * 1e3,
-                q75_ms=q75 * 1e3,
-                min_ms=min(times) * 1e3,
-                rounds=len(times),
-                ratio_to_ours=middle / median(turns),
-                ratio_of_medians=middle / median(turns),
-                limit_ms=median(steps) * 1e3,
-                share_of_bandwidth=median(steps) / middle,
-                read_bandwidth_gb_s=unknown,
-                peak_extra_mib=None,
-                **about,
+            round_race.row(
+                OP,
+                shapes,
+                clients,
+                1,
+                contestant,
+                kind,
+                times,
+                ratio=ratio,
+                ratio_of_medians=ratio,
+                limit=limit,
+                share=share,
             )
         )
     return made

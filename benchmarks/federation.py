@@ -1,7 +1,8 @@
-"""A whole round of FedAvg, raced: PFLlib's MNIST quick start, and what of the time is not forward and backward passes.
+"""Whole rounds, raced: PFLlib's MNIST quick start here, and those of :mod:`.small_clients` and :mod:`.ditto`.
 
-20 clients, Dirichlet 0.1 by class, a quarter of each client's samples for its test, batches of 10, one local epoch,
-step size 0.005, the CNN of 582,026 parameters; after the round, training loss, test accuracy and AUC of all clients.
+The quick start: 20 clients, Dirichlet 0.1 by class, a quarter of each client's samples for its test, batches of 10,
+one local epoch, step size 0.005, the CNN of 582,026 parameters; after the round, training loss, test accuracy and AUC
+of all clients.
 The profile says where our round's time goes in one process, the empty turn what a turn costs beside its steps.
 
 All contestants begin with the same weights and see the same batches, and end with the same model but for rounding:
@@ -18,11 +19,11 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,21 +36,23 @@ from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import EngineOptions, make_engine
 from pfl_ext.federation import Engine, Federation, Settings, WorkingModel, stream
 
-from . import empty_turn, machine, many_clients, ranks, report, round_profile
+from . import ditto, empty_turn, machine, many_clients, ranks, report, round_profile, round_race, small_clients
 from .case import WrongResult
 from .measure import threads
+from .opponents import fluke
 from .opponents.federation import ClientData, PFLlib, Reported, pfllib_network, tensor_round
+from .round_race import Outcome, Racer, cores_text
 
-__all__ = ["NAME", "SUMMARY", "Setting", "compare", "contestants", "main", "on_engine", "setting", "setting_of"]
+__all__ = ["NAME", "SUMMARY", "Setting", "contestants", "main", "on_engine", "setting", "setting_of"]
 
 NAME = "federation"
-SUMMARY = "a whole round: training, averaging and evaluation of all clients; an empty turn; --memory: many clients"
+SUMMARY = "whole rounds: a quick start, many small clients, Ditto; an empty turn; --memory: many clients"
 
 _METHOD = FedAvg(lr=0.005, batch_size=10, local_epochs=1)
 _ALPHA, _TEST_FRACTION, _SEED = 0.1, 0.25, 0
 _EVALUATION_BATCH = 128
 _LIMIT = "forward and backward alone"
-_CALM = 0.05
+_RACES = ("quick-start", "small-clients", "ditto", "empty-turn")
 _EMPTY_ROUNDS = 20  # of empty turns: each takes a tenth of a second
 
 
@@ -73,25 +76,6 @@ class Setting:
             order = torch.randperm(len(train), generator=stream(_SEED, "batches", 1, k))
             made.append(ClientData(*self.dataset.batch(train), *self.dataset.batch(test), order))
         return made
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one run of a contestant gave."""
-
-    seconds: float
-    model: Tensor | None = None
-    reported: Reported | None = None
-
-
-@dataclass(frozen=True)
-class Racer:
-    """One way to run the round on that many cores."""
-
-    name: str
-    kind: str
-    cores: int
-    run: Callable[[], Outcome]
 
 
 def setting(dataset: Dataset, clients: int, fraction: float = 1.0) -> Setting:
@@ -140,6 +124,7 @@ def contestants(
         racers += [
             Racer("pfl_ext", "ours", n, partial(_ours, s, n)),
             Racer("PFLlib", "naive", n, partial(_pfllib, s, clients, classes, n)),
+            Racer("fluke", "naive", n, partial(_fluke, s, clients, n)),
             Racer("loop over tensors", "skilled", n, partial(_tensors, s, clients, classes, n)),
         ]
     racers += [Racer("pfl_ext, torchrun", "ours", n, partial(_on_ranks, s, n, source)) for n in on_ranks]
@@ -175,6 +160,19 @@ def _pfllib(s: Setting, clients: Sequence[ClientData], classes: int, cores: int)
         begin = time.perf_counter()
         reported = run.round()
         return Outcome(time.perf_counter() - begin, WorkingModel(run.server).state(), reported)
+
+
+def _fluke(s: Setting, clients: Sequence[ClientData], cores: int) -> Outcome:
+    size = _METHOD.batch_size
+    train = [fluke.Loader(client.x, client.y, size, [client.order]) for client in clients]
+    test = [fluke.Loader(client.test_x, client.test_y, size) for client in clients]
+    run = fluke.FedAvg(pfllib_network(s.network), train, test, lr=_METHOD.lr)
+    with threads(cores):
+        begin = time.perf_counter()
+        run.round(range(len(clients)))
+        accuracy, loss = run.evaluate()
+        seconds = time.perf_counter() - begin
+    return Outcome(seconds, WorkingModel(run.model).state(), Reported(accuracy, float("nan"), loss))
 
 
 def _federation(s: Setting, workers: int) -> Federation:
@@ -228,143 +226,18 @@ def _passes(s: Setting, clients: Sequence[ClientData], network: torch.nn.Module)
     return Outcome(seconds)
 
 
-# ---- the race ------------------------------------------------------------------------------------------------------
-
-
-def compare(
-    s: Setting, racers: Sequence[Racer], repeats: int, patience: float = 0.0
-) -> list[tuple[Racer, list[float], Reported | None]]:
-    """Run everyone in turns, check that all end with one model, and give their times.
-
-    Args:
-        s: the setting.
-        racers: who races.
-        repeats: how often each runs.
-        patience: with a number of minutes, runs beside which other programs used more than a twentieth of a core are
-            repeated, whatever they took, for that long.
-
-    Raises:
-        WrongResult: a contestant's model is not that of ours.
-        TimeoutError: the machine was never calm for the length of a run.
-    """
-    deadline = time.monotonic() + 60 * patience
-    times: dict[Racer, list[float]] = {racer: [] for racer in racers}
-    reported: dict[Racer, Reported | None] = {}
-    ours: Tensor | None = None
-    begin = WorkingModel(copy.deepcopy(s.network)).state()
-    for turn in range(repeats):
-        for racer in racers:
-            outcome = _calm(racer, deadline) if patience else racer.run()
-            if turn == 0 and outcome.model is not None:
-                ours = outcome.model if ours is None else ours
-                check(racer, outcome.model, ours, begin)
-            times[racer].append(outcome.seconds)
-            reported[racer] = outcome.reported
-            print(f"{racer.name}, {_cores(racer.cores)}: {outcome.seconds:.2f} s", file=sys.stderr, flush=True)
-    return [(racer, times[racer], reported[racer]) for racer in racers]
-
-
-def _calm(racer: Racer, deadline: float) -> Outcome:
-    while True:
-        others = machine.OtherPrograms()
-        time.sleep(1)
-        if not others.cores() > _CALM:  # NaN, where it is not known, is no reason to wait
-            others = machine.OtherPrograms()
-            outcome = racer.run()
-            used = others.cores()
-            if not used > _CALM:
-                return outcome
-            print(f"{racer.name}: other programs used {used:.2f} cores; again", file=sys.stderr, flush=True)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"other programs use more than {_CALM} cores; measure when they have ended")
-
-
-def check(racer: Racer, model: Tensor, ours: Tensor, begin: Tensor) -> None:
-    """Raise unless the model is ours: to the bit if it is of ours, else but for rounding, which training amplifies.
-
-    It is far below a hundredth of the way from the initial weights; another batch order or weighting is not.
-    """
-    apart, way = float((model - ours).norm()), float((ours - begin).norm())
-    if not (apart == 0 if racer.kind == "ours" else apart <= 0.01 * way):
-        raise WrongResult(
-            f"{racer.name}, {_cores(racer.cores)}: its model is {apart:.3g} from ours, which moved {way:.3g}"
-        )
-
-
-def _cores(count: int) -> str:
-    return f"{count} core{'' if count == 1 else 's'}"
-
-
-def rows(s: Setting, what: str, results: Sequence[tuple[Racer, list[float], Reported | None]]) -> list[report.Row]:
-    """The lines of the CSV file."""
-    about = machine.describe()
-    passes = next(median(times) for racer, times, _ in results if racer.kind == "limit")
-    ours = {racer.cores: times for racer, times, _ in results if racer.name == "pfl_ext"}
-    made = []
-    for racer, times, _ in results:
-        own = ours.get(racer.cores, times)
-        q25, middle, q75 = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-        made.append(
-            report.Row(
-                family=NAME,
-                op="round",
-                shapes=what,
-                clients=s.partition.clients,
-                dtype="float32",
-                threads=racer.cores,
-                contestant=racer.name,
-                kind=racer.kind,
-                median_ms=middle * 1e3,
-                q25_ms=q25 * 1e3,
-                q75_ms=q75 * 1e3,
-                min_ms=min(times) * 1e3,
-                rounds=len(times),
-                ratio_to_ours=median(theirs / mine for theirs, mine in zip(times, own, strict=True)),
-                ratio_of_medians=median(times) / median(own),
-                limit_ms=passes / racer.cores * 1e3,
-                share_of_bandwidth=passes / racer.cores / middle,
-                read_bandwidth_gb_s=float("nan"),
-                peak_extra_mib=None,
-                **about,
-            )
-        )
-    return made
+# ---- what is written -----------------------------------------------------------------------------------------------
 
 
 def profile_rows(s: Setting, what: str, repeats: int) -> list[report.Row]:
     """Lines of the CSV file for the parts of our round in one process; ``share_of_bandwidth`` is a part's share."""
-    about = machine.describe()
     found = [round_profile.profile(_federation(s, 1)) for _ in range(repeats)]
     whole = median(sum(spent.values()) for spent in found)
     made = []
     for part in round_profile.PARTS:
         times = [spent[part] for spent in found]
-        q25, middle, q75 = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-        unknown = float("nan")
-        made.append(
-            report.Row(
-                family=NAME,
-                op="profile",
-                shapes=what,
-                clients=s.partition.clients,
-                dtype="float32",
-                threads=1,
-                contestant=part,
-                kind="part",
-                median_ms=middle * 1e3,
-                q25_ms=q25 * 1e3,
-                q75_ms=q75 * 1e3,
-                min_ms=min(times) * 1e3,
-                rounds=len(times),
-                ratio_to_ours=unknown,
-                ratio_of_medians=unknown,
-                limit_ms=unknown,
-                share_of_bandwidth=middle / whole,
-                read_bandwidth_gb_s=unknown,
-                peak_extra_mib=None,
-                **about,
-            )
-        )
+        share = median(times) / whole
+        made.append(round_race.row("profile", what, s.partition.clients, 1, part, "part", times, share=share))
     return made
 
 
@@ -379,8 +252,23 @@ def _profile_table(lines: Sequence[report.Row]) -> str:
 
 def markdown(every: Sequence[report.Row]) -> str:
     """The tables, and what a reader needs to judge them."""
-    lines = [row for row in every if row.op == "round"]
-    parts = [row for row in every if row.op == "profile"]
+    text = _quick_start([row for row in every if row.op == "round"], [row for row in every if row.op == "profile"])
+    text += small_clients.markdown(every) + ditto.markdown(every)
+    text += empty_turn.markdown([row for row in every if row.op == empty_turn.OP])
+    measured: dict[tuple[str, ...], list[str]] = {}
+    for row in every:
+        told = measured.setdefault((row.date, row.machine, row.isa, row.pfl_ext, row.commit, row.torch, row.python), [])
+        told += [] if row.op in told else [row.op]
+    for (date, where, isa, version, commit, torch_, python), ops in measured.items():
+        source = f"pfl_ext {version}" + (f" at commit {commit}" if commit else "")
+        what = "Measured" if len(measured) == 1 else f"Measured ({', '.join(ops)})"
+        text += f"{what} on {date}: {where}, {isa} kernels, {source}, torch {torch_}, Python {python}. "
+    return text + f"Reproduce: `pfl-ext bench {NAME}`.\n"
+
+
+def _quick_start(lines: Sequence[report.Row], parts: Sequence[report.Row]) -> str:
+    if not lines:
+        return ""
     first = lines[0]
     header = ["", "cores", "seconds a round", "pfl_ext is faster by", "of it forward and backward"]
     table = [header, ["---", "--:", "--:", "--:", "--:"]]
@@ -395,22 +283,17 @@ def markdown(every: Sequence[report.Row]) -> str:
                 f"{row.share_of_bandwidth:.0%}" if row.kind == "ours" else "-",
             ]
         )
-    source = f"pfl_ext {first.pfl_ext}" + (f" at commit {first.commit}" if first.commit else "")
-    if parts and parts[0].commit != first.commit:
-        source += f" (the profile at {parts[0].commit})"
     return (
         "\n".join("| " + " | ".join(line) + " |" for line in table)
         + f"\n\nOne round of FedAvg as in PFLlib's MNIST quick start, run on {first.shapes}: {first.clients} clients, "
         "Dirichlet 0.1, batches of 10, one local epoch, the CNN of 582,026 parameters, then training loss, test "
         "accuracy and AUC of every client (PFLlib's over all pairs of sample and class, ours over the classes). Median "
         f"of {first.rounds}, in turns; all end with the same model. On n cores pfl_ext runs n processes of one thread, "
-        "the others one process of n threads. PFLlib: re-typed, with its clients' files in the system's cache. Forward "
+        "the others one process of n threads. PFLlib: re-typed, with its clients' files in the system's cache. fluke: "
+        "re-typed, without its other metrics. Forward "
         "and backward alone: as many passes by autograd on our network in our memory format, or on the same layers run "
         "one by one, nothing else; pfl_ext takes its steps without autograd, and may take less.\n\n"
         + (_profile_table(parts) + "\n\n" if parts else "")
-        + empty_turn.markdown([row for row in every if row.op == empty_turn.OP])
-        + f"Measured on {first.date}: {first.machine}, {first.isa} kernels, {source}, torch {first.torch}, Python "
-        f"{first.python}. Reproduce: `pfl-ext bench {NAME}`.\n"
     )
 
 
@@ -431,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
             measured = (
                 many_clients.measure(arguments.clients or ((20, 200) if arguments.quick else many_clients.CLIENTS))
                 if arguments.memory
-                else _race(arguments)
+                else _race(arguments, path)
             )
             report.write_csv(path, measured)
             print(f"wrote {path}", file=sys.stderr)
@@ -456,30 +339,67 @@ def setting_of(arguments: Sequence[str]) -> tuple[Setting, Dataset]:
     return setting(dataset, clients, fraction), dataset
 
 
-def _race(arguments: argparse.Namespace) -> list[report.Row]:
+def _race(arguments: argparse.Namespace, path: Path) -> list[report.Row]:
+    """The lines of the CSV file; of races that are not run those that it has."""
+    cores = tuple(dict.fromkeys((machine.cores(), 1)))
+    repeats, patience, root = arguments.repeats or 1, arguments.patience, arguments.data
+    chosen = arguments.only or _RACES
+    made: list[report.Row] = []
+    if "quick-start" in chosen:
+        made += _race_quick_start(arguments, cores, repeats)
+    if "small-clients" in chosen:
+        small = _quick_small_clients() if arguments.quick else small_clients.official(root)
+        made += small_clients.measure(small, cores, repeats, patience)
+    if "ditto" in chosen:
+        made += ditto.measure(_quick_ditto() if arguments.quick else ditto.official(root), cores, repeats, patience)
+    if "empty-turn" in chosen:
+        made += empty_turn.measure(_EMPTY_ROUNDS)
+    if set(chosen) < set(_RACES) and path.exists():
+        measured = {row.op for row in made}
+        made += [row for row in report.read_csv(path) if row.op not in measured]
+    return made
+
+
+def _quick_small_clients() -> small_clients.Setting:
+    return small_clients.setting(_with_a_test_part(load("digits")), clients=10, samples=20, participation=0.2)
+
+
+def _quick_ditto() -> ditto.Setting:
+    return ditto.setting(_with_a_test_part(enlarged_digits()), clients=4, samples=64, participation=0.5)
+
+
+def _with_a_test_part(dataset: Dataset) -> Dataset:
+    """The same with every fourth sample for tests."""
+    return dataclasses.replace(dataset, is_test=torch.arange(len(dataset.targets)) % 4 == 0)
+
+
+def _race_quick_start(arguments: argparse.Namespace, cores: Sequence[int], repeats: int) -> list[report.Row]:
     source = ["--quick"] if arguments.quick else ["--fraction", str(arguments.fraction)]
     source += [] if arguments.data is None else ["--data", str(arguments.data.resolve())]
     s, dataset = setting_of(source)
-    repeats = arguments.repeats or 1
     what = f"{s.train_samples:,}".replace(",", "\u202f") + f" training samples of {dataset.name}"
-    cores = tuple(dict.fromkeys((machine.cores(), 1)))
     on_ranks = () if arguments.ranks is None else tuple(dict.fromkeys((arguments.ranks, 1)))
-    results = compare(s, contestants(s, cores, on_ranks, source), repeats, arguments.patience)
-    for racer, _, reported in results:
+    begin = WorkingModel(copy.deepcopy(s.network)).state()
+    results = round_race.compare(begin, contestants(s, cores, on_ranks, source), repeats, arguments.patience)
+    for result in results:
+        racer, reported = result.racer, result.outcomes[-1].reported
         if reported is not None:
             print(
-                f"{racer.name}, {_cores(racer.cores)}: accuracy {reported.accuracy:.4f}, AUC {reported.auc:.4f}, "
+                f"{racer.name}, {cores_text(racer.cores)}: accuracy {reported.accuracy:.4f}, AUC {reported.auc:.4f}, "
                 f"training loss {reported.train_loss:.4f}",
                 file=sys.stderr,
             )
-    return rows(s, what, results) + profile_rows(s, what, repeats) + empty_turn.measure(_EMPTY_ROUNDS)
+    return round_race.rows("round", what, s.partition.clients, results) + profile_rows(s, what, repeats)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY)
     parser.add_argument("--quick", action="store_true", help="on the digits, written to a file of its own")
     parser.add_argument(
-        "--data", metavar="DIR", type=Path, help="folder with MNIST (default: $PFL_EXT_DATA, else data)"
+        "--data",
+        metavar="DIR",
+        type=Path,
+        help="folder with MNIST, Fashion-MNIST and CIFAR-10 (default: $PFL_EXT_DATA, else data)",
     )
     parser.add_argument("--fraction", type=_fraction, default=1.0, help="of each client's samples (default: all)")
     parser.add_argument("--repeats", metavar="N", type=_count, help="rounds of each contestant (default: 1)")
@@ -489,6 +409,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         help="repeat runs that other programs disturb, so long",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="RACE",
+        action="append",
+        choices=_RACES,
+        help=f"of {', '.join(_RACES)}; may be given more than once; the file keeps what it has of the others",
     )
     parser.add_argument("--ranks", metavar="N", type=_count, help="race N ranks of torchrun, and one, beside the rest")
     parser.add_argument("--memory", action="store_true", help="measure time and memory of many clients instead")

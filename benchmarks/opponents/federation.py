@@ -120,10 +120,8 @@ class PFLlib:
         """Train all clients, average, send the average to all and evaluate it."""
         for k in range(len(self._models)):
             self._train(k)
-        self._average()
-        for model in self._models:
-            for p, q in zip(model.parameters(), self.server.parameters(), strict=True):
-                p.data = q.data.clone()
+        self._average(range(len(self._models)))
+        self._send()
         tests = [self._test(k) for k in range(len(self._models))]
         losses = [self._train_loss(k) for k in range(len(self._models))]
         tested = sum(samples for _, samples, _ in tests)
@@ -132,6 +130,11 @@ class PFLlib:
             sum(auc * samples for _, samples, auc in tests) / tested,
             sum(losses) / sum(self._train_samples),
         )
+
+    def _send(self) -> None:
+        for model in self._models:
+            for p, q in zip(model.parameters(), self.server.parameters(), strict=True):
+                p.data = q.data.clone()
 
     def _file(self, client: int, part: str) -> Path:
         return self._folder / part / f"{client}.npz"
@@ -153,14 +156,14 @@ class PFLlib:
             loss.backward()
             optimizer.step()
 
-    def _average(self) -> None:
-        total = sum(self._train_samples)
-        self.server = copy.deepcopy(self._models[0])
+    def _average(self, cohort: Sequence[int]) -> None:
+        total = sum(self._train_samples[k] for k in cohort)
+        self.server = copy.deepcopy(self._models[cohort[0]])
         for p in self.server.parameters():
             p.data.zero_()
-        for model, samples in zip(self._models, self._train_samples, strict=True):
-            for p, q in zip(self.server.parameters(), model.parameters(), strict=True):
-                p.data += q.data.clone() * (samples / total)
+        for k in cohort:
+            for p, q in zip(self.server.parameters(), self._models[k].parameters(), strict=True):
+                p.data += q.data.clone() * (self._train_samples[k] / total)
 
     @torch.no_grad()
     def _test(self, client: int) -> tuple[int, int, float]:
