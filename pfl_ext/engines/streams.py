@@ -28,7 +28,7 @@ class Streams(InProcess):
     """As :class:`~pfl_ext.federation.InProcess`, with several turns at a time, for networks too small to fill a GPU.
 
     The results are the same to the bit. Networks with dropout are refused: it draws from one generator of the device,
-    in the order in which the turns come to it.
+    in the order in which the turns come to it. So are recorded steps: torch records one graph at a time in a process.
 
     Args:
         streams: how many turns at a time.
@@ -42,11 +42,16 @@ class Streams(InProcess):
         """A runtime for each stream; all clients' vectors are in one store.
 
         Raises:
-            ValueError: the data is not on a GPU, or the network has dropout.
+            ValueError: the data is not on a GPU, the network has dropout, or steps are to be recorded.
         """
         device = plan.dataset.device
         if device.type != "cuda":
             raise ValueError(f"streams is {self.streams} on {device}; streams are a GPU's: use workers")
+        if plan.settings.graphs:
+            raise ValueError(
+                f"streams is {self.streams}, and graphs is true: torch records one graph at a time in a process; use "
+                "streams=1 or graphs=false"
+            )
         dropout = [name for name, m in plan.module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
         if dropout:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,21 +23,28 @@ class Taking(Protocol):
         """A step on a batch; returns the loss."""
 
 
-def record(function: Callable[[], None]) -> Callable[[], None]:
-    """What does again on the GPU what ``function`` launches there. Nothing is computed yet.
+def record(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What does again on that GPU what ``function`` launches there. Nothing is computed yet.
 
     Raises:
         ValueError: it does something that a graph cannot hold, such as waiting for the GPU.
     """
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # A stream of torch's own choice is one of the first GPU that was recorded on, and has nothing of another.
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=_stream(device)):
             function()
     except RuntimeError as error:
         raise ValueError(
             f"graphs is true, and a step of this method cannot be recorded as a CUDA graph: use false. {error}"
         ) from error
     return graph.replay
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: libraries keep memory for each stream."""
+    return torch.cuda.Stream(device)
 
 
 class RecordedSteps:
@@ -68,7 +76,7 @@ class RecordedSteps:
         taken = self._steps.taken
         if self._replay is None:
             self._given = [torch.empty_like(part) for part in _tensors(batch)]
-            self._replay = record(self._step)
+            self._replay = record(self._step, self._given[0].device)
         for place, part in zip(self._given, _tensors(batch), strict=True):
             place.copy_(part)
         self._replay()
