@@ -35,7 +35,7 @@ from ._arguments import (
     without_gradients,
 )
 from ._declare import declare
-from .prepared import Prepared
+from .prepared import Prepared, written
 
 __all__ = ["StreamingAverage", "all_finite", "server_update", "weighted_average"]
 
@@ -511,7 +511,7 @@ def _combine(
                 else:
                     _server_update(new, begin, flat, vector, lr)
                 if target is not None:
-                    torch.autograd.graph.increment_version(new)
+                    written(new)
             results = dict(zip(floating, new, strict=True))
     except (RuntimeError, ValueError):
         _explain(models, targets)
