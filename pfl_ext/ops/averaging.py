@@ -430,7 +430,9 @@ def _average_of_lists(
             return None
     else:
         return None
-    first = flat[: len(flat) // count]
+    given, first = flat, flat[: len(flat) // count]
+    if type(clients) is list and all(type(client) is Prepared and client.ticket is not None for client in clients):
+        given = [client.ticket for client in clients]
     if not first or not all(map(Tensor.is_floating_point, first)):
         return None
     vector = _weigh(weights, count, normalize)
@@ -439,7 +441,7 @@ def _average_of_lists(
     try:
         with without_gradients():
             new = list(map(torch.empty_like, first))
-            _weighted_average_out.overload(new, flat, vector)
+            _weighted_average_out.overload(new, given, vector)
     except (RuntimeError, TypeError, ValueError):
         return None
     return new, _restorer(clients if isinstance(clients, Tensor) else clients[0])
@@ -706,7 +708,7 @@ class StreamingAverage:
         # The sums of the floating tensors are views of one vector a type; those of integers stand alone.
         self._sums: list[Tensor] = []
         self._vectors: list[Tensor] = []
-        self._floating_sums: list[Tensor] | Prepared = []
+        self._floating_sums: list[Tensor] = []
         self._type = -1  # the number in FLOATS of the type of all tensors, if they have one
         self._given = False
         self._plain = False  # clients are lists of tensors of one floating type, and infinity is theirs to have
@@ -743,7 +745,7 @@ class StreamingAverage:
                 scaled = weight * self._scale
                 if scaled + self._weight > self._most:
                     scaled = self._in_other_units(weight, values)
-                _accumulate(*handed(self._floating_sums, values), scaled, self._type)
+                _accumulate(self._floating_sums, values, scaled, self._type)
             except (RuntimeError, ValueError):
                 like = model if first is None else self._template()
                 self._first = first  # none again if this was the first client
@@ -763,13 +765,10 @@ class StreamingAverage:
         scaled = weight * self._scale
         if not (weight >= 0 and scaled + self._weight <= self._most):
             return False
-        sums, values = handed(self._floating_sums, tensors)
+        values = tensors if type(tensors) is list else handed(tensors)[0]
         try:
-            if torch.is_grad_enabled():
-                with without_gradients():
-                    _accumulate.overload(sums, values, scaled, self._type)
-            else:
-                _accumulate.overload(sums, values, scaled, self._type)
+            with without_gradients():
+                _accumulate.overload(self._floating_sums, values, scaled, self._type)
         except (RuntimeError, TypeError, ValueError):
             return False
         self.clients += 1
@@ -814,7 +813,7 @@ class StreamingAverage:
         scale = 2.0 ** -max(math.frexp(weight)[1], -1000)
         if self._weight > 0:
             # First: what is refused must not cost the sums their last bits.
-            _accumulate_check(list(self._floating_sums), values, weight, self._type)
+            _accumulate_check(self._floating_sums, values, weight, self._type)
             scale = min(scale, self._scale * 2.0 ** -math.frexp(self._weight)[1])
             shift = scale / self._scale
             for total in (*self._vectors, *(self._sums[t] for t in self._integral)):
@@ -830,7 +829,7 @@ class StreamingAverage:
         self._floating = floating
         self._integral = sorted(set(range(len(model.tensors))) - set(floating))
         self._vectors, sums = _flat_zeros([model.tensors[t] for t in floating])
-        self._floating_sums = Prepared(sums)
+        self._floating_sums = sums
         self._type = FLOATS.index(self._dtypes[0]) if floating and len(set(self._dtypes)) == 1 else -1
         self._sums = sums
         if self._integral:
