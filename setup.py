@@ -73,6 +73,10 @@ if platform.machine() in ("x86_64", "AMD64"):
     }
 else:
     ISA_FLAGS = {"baseline": []}
+# Kernels that wait for memory. From the third-level cache on, reading by 64 bytes is 13 % slower than by 32 on an
+# AMD EPYC of the Zen 4 kind, which halves such an instruction anyway; from the nearer caches it is 3 % faster.
+WAITING_FOR_MEMORY = {"averaging", "proximal", "sharpness"}
+SHORTER_VECTORS = {"avx512": ["-mprefer-vector-width=256"]}
 
 
 def environment_choice(name: str, choices: tuple[str, ...], default: str) -> str:
@@ -280,7 +284,8 @@ class BuildNative(build_ext):
         for source in sources("cpu/kernels", "*.cpp"):
             for isa, flags in ISA_FLAGS.items():
                 out = folder / "cpu" / "kernels" / f"{source.stem}.{isa}.o"
-                objects.append(file.build(out, "cxx", [source], [*flags, f"-DPFL_ISA={isa}"]))
+                shorter = SHORTER_VECTORS.get(isa, []) if source.stem in WAITING_FOR_MEMORY else []
+                objects.append(file.build(out, "cxx", [source], [*flags, *shorter, f"-DPFL_ISA={isa}"]))
         file.build(outputs["_C"], "link", objects, libtorch)
 
         info = {

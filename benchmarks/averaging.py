@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.ops import StreamingAverage, server_update, weighted_average
+from pfl_ext.ops import StreamingAverage, prepare, server_update, weighted_average
 
 from .case import Case, Contestant, Expected, Family, Grid, Kind, Skipped, Spec
 from .machine import available_memory
@@ -98,7 +98,8 @@ def _plan(grid: Grid) -> list[Spec]:
                         continue
                     if other_op and grid.dtypes is None and dtype != "float32":
                         continue
-                    for threads in dict.fromkeys(grid.threads or ((grid.all_threads,) if other_op else few_or_all)):
+                    of_op = (grid.all_threads,) if op == "server_update" else few_or_all
+                    for threads in dict.fromkeys(grid.threads or of_op):
                         specs.append(Spec(op, shapes, count, dtype, threads))
     return specs
 
@@ -133,6 +134,7 @@ def _average(spec: Spec, models: ClientModels) -> Case:
     entries: list[tuple[str, Kind, Callable[[], Any], torch.dtype]] = [
         ("pfl_ext", "ours", partial(weighted_average, clients, samples), wide),
         ("pfl_ext (out=)", "ours", partial(weighted_average, clients, samples, out=_copy(clients[0])), wide),
+        ("pfl_ext (prepared)", "ours", partial(weighted_average, [prepare(x) for x in clients], samples), wide),
         ("PFLlib", "naive", partial(opponents.pfllib, modules, samples), dtype),
     ]
     if dtype != torch.bfloat16:
@@ -185,14 +187,15 @@ def _streaming(spec: Spec, models: ClientModels) -> Case:
     clients, samples, dtype = models.clients, models.samples, models.dtype
     wide = torch.promote_types(dtype, torch.float32)
 
-    def ours() -> Any:
+    def ours(clients: Sequence[Sequence[Tensor]]) -> Any:
         average = StreamingAverage()
         for client, count in zip(clients, samples, strict=True):
             average.add(client, weight=count)
         return average.result()
 
     contestants = [
-        Contestant("pfl_ext", "ours", ours, wide),
+        Contestant("pfl_ext", "ours", partial(ours, clients), wide),
+        Contestant("pfl_ext (prepared)", "ours", partial(ours, [prepare(x) for x in clients]), wide),
         Contestant("loop over parameters", "naive", partial(opponents.naive_streaming, clients, samples), dtype),
         Contestant("_foreach_add_", "skilled", partial(opponents.streaming_foreach, clients, samples), dtype),
     ]
@@ -234,6 +237,7 @@ FAMILY = Family(
         "streaming": "`StreamingAverage`: one client at a time, then the result",
     },
     notes={
+        "pfl_ext (prepared)": "each client was given to `prepare` before",
         "PFLlib": "per parameter, weighted clones added to a zeroed copy of a model",
         "Flower (copies)": "NumPy on one thread, `inplace=False`: a weighted copy of every client, then their sum",
         "Flower (running sum)": "NumPy on one thread, its default `inplace=True`",

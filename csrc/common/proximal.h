@@ -41,9 +41,10 @@ PFL_HD ProximalNumbers<A> numbers_of(const ProximalStep& step) {
 }
 
 // The new weight; `buffer` is updated. A term whose number is zero is left out, not added as zero times a value.
-template <Momentum kMode, bool kAnchor, bool kDecay, typename A>
-PFL_HD A proximal_step(const ProximalNumbers<A>& s, A weight, A grad, A anchor, A* buffer) {
-  A d = s.maximize ? -grad : grad;
+// V is A, or a vector of it.
+template <Momentum kMode, bool kAnchor, bool kDecay, typename A, typename V>
+PFL_HD V proximal_step(const ProximalNumbers<A>& s, V weight, V grad, V anchor, V* buffer) {
+  V d = s.maximize ? -grad : grad;
   if constexpr (kDecay) d = d + s.weight_decay * weight;
   if constexpr (kAnchor) d = d + s.lam * (weight - anchor);
   if constexpr (kMode == Momentum::kFirst) *buffer = d;

@@ -13,7 +13,8 @@ using TensorList = std::vector<Tensor>;
 
 void average(const char* op, const TensorList& out, const TensorList& server, const TensorList& clients,
              const Tensor& weights, double lr) {
-  glue::AverageProblem problem(op, out, server, clients, weights, /*on_cpu=*/true);
+  const glue::GivenLists given(clients);
+  glue::AverageProblem problem(op, out, server, given.tensors(), weights, /*on_cpu=*/true);
   const AveragingKernels& kernels = averaging();
   const auto average_piece = [&](int64_t, const Piece& piece) {
     const int64_t t = piece.tensor;

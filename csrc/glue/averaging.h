@@ -1,7 +1,7 @@
 // The arguments of the averaging ops, checked in full before anything is written. Shared by the CPU and CUDA glue.
 #pragma once
 
-#include "glue/tensor_list.h"
+#include "glue/prepared.h"
 
 namespace pfl::glue {
 
@@ -87,42 +87,62 @@ inline void check_server(const char* op, const std::vector<Tensor>& out, const s
 // sum[t] += weight * client[t], with sum[t] contiguous and of client[t]'s accumulate type. The client's tensors
 // are all of the type of this number, if it is one.
 struct AccumulateProblem {
-  AccumulateProblem(const char* op, const std::vector<Tensor>& sum_list, const std::vector<Tensor>& client,
+  AccumulateProblem(const char* op, const std::vector<Tensor>& sum_list, const std::vector<Tensor>& client_list,
                     int64_t type, bool on_cpu)
-      : sums(sum_list) {
+      : sums_given(sum_list), client_given(client_list), sums(sums_given.tensors()) {
+    const std::vector<Tensor>& client = client_given.tensors();
     if (sums.size() != client.size()) fail(op, ": ", client.size(), " client tensors for ", sums.size(), " sums");
     dtypes.reserve(sums.size());
     sizes.reserve(sums.size());
+    sum_pointers.reserve(sums.size());
+    values.reserve(sums.size());
     for (size_t t = 0; t < sums.size(); ++t) {
       const Tensor& x = client[t];
-      dtypes.push_back(dtype_of(x, op, "client", t));
-      sizes.push_back(x.numel());
-      const ScalarType expected = dtypes[t] == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
-      check_device(op, "sums", sums, t, on_cpu);
-      if (type >= 0 && static_cast<int64_t>(dtypes[t]) != type) {
+      const Kind of_client(x);
+      const Kind of_sum(sums[t]);
+      DType dtype;
+      if (!find_dtype(of_client.dtype, &dtype)) dtype_of(x, op, "client", t);
+      if (t == 0) {
+        first_device_type = of_sum.device_type;
+        first_device_index = of_sum.device_index;
+      }
+      if (t == 0 || of_sum.device_type != first_device_type || of_sum.device_index != first_device_index) {
+        check_device(op, "sums", sums, t, on_cpu);
+      }
+      if (type >= 0 && static_cast<int64_t>(dtype) != type) {
         fail(op, ": tensor ", t, " of the client is ", describe(x), "; type ", type, " is expected");
       }
-      if (sums[t].scalar_type() != expected || !equal(sums[t].sizes(), x.sizes()) || !sums[t].is_contiguous() ||
-          x.is_cpu() != on_cpu || sums[t].get_device_index() != x.get_device_index()) {
+      const DType expected = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+      if (of_sum.dtype != number_of(expected) || !equal(of_sum.sizes, of_client.sizes) || !sums[t].is_contiguous() ||
+          of_sum.device_type != of_client.device_type || of_sum.device_index != of_client.device_index) {
         fail(op, ": sum ", t, " is ", describe(sums[t]), ", the client's tensor is ", describe(x), "; a contiguous ",
-             name_of(expected), " sum of the same shape and device is expected");
+             expected == DType::kFloat64 ? "float64" : "float32", " sum of the same shape and device is expected");
       }
+      dtypes.push_back(dtype);
+      sizes.push_back(x.numel());
+      sum_pointers.push_back(sums[t].mutable_data_ptr());
+      values.push_back(x.is_contiguous() ? x.const_data_ptr() : nullptr);
     }
     // Only now: the copies made for odd layouts must not happen for a call that is refused.
-    values.reserve(sums.size());
-    for (const Tensor& x : client) {
-      if (!x.is_contiguous()) copies.push_back(torch::stable::contiguous(x));
-      values.push_back(x.is_contiguous() ? x.const_data_ptr() : copies.back().const_data_ptr());
+    for (size_t t = 0; t < sums.size(); ++t) {
+      if (values[t] != nullptr || sizes[t] == 0) continue;
+      copies.push_back(torch::stable::contiguous(client[t]));
+      values[t] = copies.back().const_data_ptr();
     }
   }
 
-  void* sum(int64_t t) const { return sums[t].mutable_data_ptr(); }
+  void* sum(int64_t t) const { return sum_pointers[t]; }
 
+  GivenList sums_given;
+  GivenList client_given;
   const std::vector<Tensor>& sums;
   std::vector<DType> dtypes;  // the client's
   std::vector<int64_t> sizes;
+  std::vector<void*> sum_pointers;
   std::vector<const void*> values;
   std::vector<Tensor> copies;
+  int32_t first_device_type = 0;
+  int32_t first_device_index = 0;
 };
 
 // Which of the tensors hold infinity or NaN. The order of elements does not matter, so any dense layout is read in

@@ -185,4 +185,25 @@ class GivenList {
   const std::vector<Tensor>& given_;
 };
 
+// Lists one after the other as an op is given them: their tensors, or all of them as tickets.
+class GivenLists {
+ public:
+  explicit GivenLists(const std::vector<Tensor>& given) : given_(given) {
+    for (const Tensor& ticket : given) {
+      if (!Tickets::instance().is_ticket(ticket, Tickets::kWords)) return;
+      const auto list = Tickets::instance().find(Tickets::words_of(ticket)[1]);
+      if (list == nullptr) fail("a prepared list is gone");
+      own_.insert(own_.end(), list->tensors().begin(), list->tensors().end());
+    }
+    spelled_out_ = true;
+  }
+
+  const std::vector<Tensor>& tensors() const { return spelled_out_ ? own_ : given_; }
+
+ private:
+  const std::vector<Tensor>& given_;
+  std::vector<Tensor> own_;
+  bool spelled_out_ = false;
+};
+
 }  // namespace pfl::glue

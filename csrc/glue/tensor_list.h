@@ -123,6 +123,22 @@ struct Kind {
   torch::headeronly::IntHeaderOnlyArrayRef sizes;
 };
 
+// Its number in Kind::dtype.
+inline int32_t number_of(DType dtype) {
+  static const int32_t numbers[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float64(), aoti_torch_dtype_float16(),
+                                    aoti_torch_dtype_bfloat16()};
+  return numbers[static_cast<int>(dtype)];
+}
+
+// The type with this number; false if it is none of ours.
+inline bool find_dtype(int32_t number, DType* found) {
+  for (DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    *found = dtype;
+    if (number_of(dtype) == number) return true;
+  }
+  return false;
+}
+
 // The bytes between a tensor's first and last element.
 struct Span {
   explicit Span(const Tensor& t, size_t index = 0)

@@ -35,7 +35,7 @@ from ._arguments import (
     without_gradients,
 )
 from ._declare import declare
-from .prepared import Prepared
+from .prepared import Prepared, handed, plain_eager, written
 
 __all__ = ["StreamingAverage", "all_finite", "server_update", "weighted_average"]
 
@@ -331,12 +331,13 @@ def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool
             raise ValueError(f"weights of shape {list(weights.shape)}; a vector with one weight a client is accepted")
         values = weights.tolist()
     else:
-        values = [float(w) for w in weights]
+        values = list(map(float, weights))
     if len(values) != count:
         raise ValueError(f"{len(values)} weights for {count} clients; one weight a client is expected")
-    for c, value in enumerate(values):
-        _check_weight(c, value, normalize)
     total = sum(values)
+    if not (0 < total < math.inf and min(values) >= 0):  # of NaN neither is true
+        for c, value in enumerate(values):
+            _check_weight(c, value, normalize)
     if normalize and math.isinf(total):  # of finite weights: only what they are to each other counts
         values = [v * _TINY for v in values]
         weights = weights * _TINY if isinstance(weights, Tensor) else weights
@@ -408,6 +409,44 @@ def _screen(models: list[_Model], weights: Tensor, policy: Nonfinite, normalize:
     return [models[c] for c in kept], remaining * (weights.sum() / remaining.sum())
 
 
+def _average_of_lists(
+    clients: Any, weights: Sequence[float] | Tensor | None, normalize: bool
+) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
+    """The average of lists of floating tensors, or of rows; None where anything asks for a closer look.
+
+    The closer look takes 1 us a client and 0.2 us a tensor, a third of the time of averaging twenty LeNets.
+    """
+    if isinstance(clients, Tensor):
+        if clients.dim() != 2 or clients.shape[0] == 0:
+            return None
+        count, flat = clients.shape[0], list(clients.unbind(0))
+    elif type(clients) is list and clients:
+        count, flat = len(clients), []
+        for client in clients:
+            if (type(client) is not list and type(client) is not Prepared) or len(client) != len(clients[0]):
+                return None
+            flat += client
+        if not set(map(type, flat)) <= {Tensor, nn.Parameter}:
+            return None
+    else:
+        return None
+    given, first = flat, flat[: len(flat) // count]
+    if type(clients) is list and all(type(client) is Prepared and client.ticket is not None for client in clients):
+        given = [client.ticket for client in clients]
+    if not first or not all(map(Tensor.is_floating_point, first)):
+        return None
+    vector = _weigh(weights, count, normalize)
+    if torch.is_grad_enabled() and (vector.requires_grad or any(x.requires_grad for x in flat)):
+        return None
+    try:
+        with without_gradients():
+            new = list(map(torch.empty_like, first))
+            _weighted_average_out.overload(new, given, vector)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    return new, _restorer(clients if isinstance(clients, Tensor) else clients[0])
+
+
 def _check_target(target: _Model, what: str) -> list[int]:
     """The tensors of ``target`` to write: all but those that are another name of an earlier one (tied weights)."""
     tensors = target.tensors
@@ -473,6 +512,10 @@ def _combine(
     """Both public functions: everything is checked first, then written."""
     one_of("integers", integers, ("round", "server", "first"))
     one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
+    if server is None and out is None and nonfinite == "propagate" and plain_eager():
+        averaged = _average_of_lists(clients, weights, normalize)
+        if averaged is not None:
+            return averaged[1](averaged[0])
     models, restore = _gather(clients)
     vector = _weigh(weights, len(models), normalize)
     first = models[0]
@@ -511,7 +554,7 @@ def _combine(
                 else:
                     _server_update(new, begin, flat, vector, lr)
                 if target is not None:
-                    torch.autograd.graph.increment_version(new)
+                    written(new)
             results = dict(zip(floating, new, strict=True))
     except (RuntimeError, ValueError):
         _explain(models, targets)
@@ -672,7 +715,7 @@ class StreamingAverage:
 
     def add(self, client: Model | Tensor, weight: float = 1.0) -> bool:
         """Add one client; False if it was skipped. An error leaves the average as it was."""
-        if type(client) is list and self._plain and self._added(client, weight):
+        if self._plain and (type(client) is list or type(client) is Prepared) and self._added(client, weight):
             return True
         if self._given:
             raise RuntimeError(
@@ -717,14 +760,15 @@ class StreamingAverage:
         self._plain = self._type >= 0 and model.names is None and self.nonfinite == "propagate"
         return True
 
-    def _added(self, tensors: list[Tensor], weight: float) -> bool:
+    def _added(self, tensors: list[Tensor] | Prepared, weight: float) -> bool:
         """Add what needs no look but the op's; False, and nothing done, where something is out of the ordinary."""
         scaled = weight * self._scale
         if not (weight >= 0 and scaled + self._weight <= self._most):
             return False
+        values = tensors if type(tensors) is list else handed(tensors)[0]
         try:
             with without_gradients():
-                _accumulate.overload(self._floating_sums, tensors, scaled, self._type)
+                _accumulate.overload(self._floating_sums, values, scaled, self._type)
         except (RuntimeError, TypeError, ValueError):
             return False
         self.clients += 1
@@ -787,11 +831,13 @@ class StreamingAverage:
         self._vectors, sums = _flat_zeros([model.tensors[t] for t in floating])
         self._floating_sums = sums
         self._type = FLOATS.index(self._dtypes[0]) if floating and len(set(self._dtypes)) == 1 else -1
-        own = dict(zip(floating, sums, strict=True))
-        self._sums = [
-            own[t] if t in own else torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-            for t, x in enumerate(model.tensors)
-        ]
+        self._sums = sums
+        if self._integral:
+            own = dict(zip(floating, sums, strict=True))
+            self._sums = [
+                own[t] if t in own else torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+                for t, x in enumerate(model.tensors)
+            ]
         # Integers by value, where they are the result.
         kept = {t: model.tensors[t].clone() for t in self._integral if self.integers == "first"}
         self._first = _Model(model.names, [kept.get(t, total) for t, total in enumerate(self._sums)])
@@ -817,9 +863,11 @@ class StreamingAverage:
         kept = [] if self.integers == "round" else self._integral
         with without_gradients():
             if target is None:
-                self._given, self._plain = True, False
+                self._given, plain, self._plain = True, self._plain, False
                 for total in (*self._vectors, *(self._sums[t] for t in self._integral)):
                     total /= divisor
+                if plain and self._dtypes[0] == self._sums[0].dtype:
+                    return self._restore(list(self._sums))
             averaged = [t for t in writable if t not in kept]
             means = [self._sums[t] for t in averaged]
             if target is not None and means:
@@ -856,6 +904,12 @@ class StreamingAverage:
 
 def _flat_zeros(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Sums like these tensors: a vector for each accumulate type, and the sums as views of them."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        total = sum(map(Tensor.numel, tensors))
+        vector = torch.zeros(total, dtype=accumulate_type(dtype), device=tensors[0].device)
+        return [vector], list(_unflatten_dense_tensors(vector, tensors))
     places: dict[torch.dtype, list[int]] = {}
     for t, x in enumerate(tensors):
         places.setdefault(accumulate_type(x.dtype), []).append(t)

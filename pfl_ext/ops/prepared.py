@@ -12,7 +12,7 @@ from torch import Tensor
 from ._arguments import describe
 from ._declare import declare
 
-__all__ = ["Prepared", "Repeated", "handed", "plain_eager", "prepare"]
+__all__ = ["Prepared", "Repeated", "handed", "plain_eager", "prepare", "written"]
 
 _IN_THE_CPU_LIBRARY = {"cuda": "prepared lists are kept by the CPU library; lists on a GPU are handed over as they are"}
 
@@ -44,8 +44,8 @@ class Prepared(Sequence[Tensor]):
     def __init__(self, tensors: list[Tensor]) -> None:
         """See :func:`prepare`."""
         self.tensors = tensors
-        self.again: tuple[Any, Tensor] | None = None
-        """The last step of this list in one tensor, with the arguments it stands for."""
+        self.again: tuple[Any, ...] | None = None
+        """The arguments of the last step of this list, and at the end the tensor that stands for all of them."""
         self._handed = tensors
         if not tensors or not plain_eager():
             return
@@ -94,6 +94,16 @@ def handed(*lists: list[Tensor] | Prepared) -> list[list[Tensor]]:
     if plain_eager():
         return [x if type(x) is list else x._handed for x in lists]  # type: ignore[union-attr]
     return [x if type(x) is list else x.tensors for x in lists]  # type: ignore[union-attr]
+
+
+def written(*lists: list[Tensor] | Prepared) -> None:
+    """Tell autograd that these were changed, so that it refuses a graph that needs them as they were.
+
+    As ``torch.autograd.graph.increment_version`` does, which takes 1 us to look at what it was given.
+    """
+    for x in lists:
+        if x:
+            torch._C._increment_version(x if type(x) is list else x.tensors)  # type: ignore[union-attr]
 
 
 def prepare(tensors: Iterable[Tensor]) -> Prepared:

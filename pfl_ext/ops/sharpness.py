@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ._arguments import accumulate_type, check_dense, check_lists, check_memory, describe, without_gradients
 from ._declare import declare
-from .prepared import Prepared, handed
+from .prepared import Prepared, handed, written
 
 __all__ = ["backup_bytes", "layer_groups", "lwsam_perturb_", "personalization_scores", "restore_"]
 
@@ -444,7 +444,7 @@ def lwsam_perturb_(
             _perturb_check(params, backup, grads, vector, groups, layers, rho, p, literal_exponent, per_layer)
             _perturb_memory(params, backup, grads, vector)
         raise
-    torch.autograd.graph.increment_version(params)
+    written(params)
     return backup
 
 
@@ -465,4 +465,4 @@ def restore_(params: Iterable[Tensor], backup: Tensor) -> None:
         _restore_check(params, backup)
         check_memory({"params": params}, {"backup": [backup]})
         raise
-    torch.autograd.graph.increment_version(params)
+    written(params)

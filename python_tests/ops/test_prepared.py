@@ -173,6 +173,47 @@ def test_other_functions_take_prepared_lists_like_any():
     assert same(averages[0].result(), averages[1].result())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_prepared_clients_are_averaged_to_the_same_bits(device, dtype, mixed):
+    clients = [[x.to(dtype) for x in tensors(seed, device)] for seed in range(5)]
+    ready = [c if mixed and i == 2 else prepare(c) for i, c in enumerate(clients)]
+    average, expected = StreamingAverage(), StreamingAverage()
+    for samples, (client, prepared) in enumerate(zip(clients, ready, strict=True), 1):
+        expected.add(client, samples)
+        average.add(prepared, samples)
+    assert same(average.result(), expected.result())
+    assert same(weighted_average(ready, [1, 2, 3, 4, 5]), weighted_average(clients, [1, 2, 3, 4, 5]))
+    # As they come in another form, which is looked at more closely.
+    assert same(weighted_average(ready, [1, 2, 3, 4, 5]), weighted_average(tuple(clients), [1, 2, 3, 4, 5]))
+
+
+@pytest.mark.skipif(_native.isa() is None, reason="needs the CPU library")
+def test_tickets_stand_for_clients_in_the_op_itself():
+    clients, weights = [tensors(seed) for seed in range(3)], torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    ready = [prepare(client) for client in clients]
+    out, expected = tensors(3), tensors(4)
+    OPS["weighted_average_"](expected, [x for client in clients for x in client], weights)
+    OPS["weighted_average_"](out, [client.ticket for client in ready], weights)
+    assert same(out, expected)
+    gone = prepare(tensors(0)).ticket
+    with pytest.raises(RuntimeError, match="a prepared list is gone"):
+        OPS["weighted_average_"](out, [gone, gone, gone], weights)
+    assert same(out, expected)
+
+
+def test_prepared_clients_that_do_not_fit_are_refused():
+    clients = [prepare(tensors(seed)) for seed in range(2)]
+    with pytest.raises(ValueError, match="client 2"):
+        weighted_average([*clients, prepare([torch.zeros(4), *clients[0][1:]])])
+    average = StreamingAverage()
+    for client in clients:
+        average.add(client)
+    with pytest.raises(ValueError, match=r"of client 1 is float32 \[4\]"):
+        average.add(prepare([torch.zeros(4), *clients[0][1:]]))
+    assert same(average.result(), weighted_average(clients))
+
+
 def test_a_compiled_step_of_prepared_lists_is_the_same():
     expected, grads = tensors(0, shapes=[(3,), (2, 2)]), tensors(1, shapes=[(3,), (2, 2)])
     params, prepared = prepare(copy.deepcopy(expected)), prepare(grads)

@@ -149,8 +149,43 @@ struct Block {
 
   const T* teacher(int64_t m) const { return static_cast<const T*>(r.teacher[m]); }
 
-  // sum (+)= w . x for four teachers. Meanwhile the same part of the next rows is fetched: a row is too short for the
-  // hardware to see that it will go on.
+  // The rows of the next block are fetched while this one is computed: a row is too short for the hardware to see that
+  // it will go on. Most of it while teachers are added up; the first four teachers and the student in the loop of the
+  // exponentials, or memory would rest meanwhile, a fifth of the time of 20 teachers.
+  bool has_next() const { return row + 2 * count <= r.rows; }
+
+  struct Ahead {
+    const T* of[6];  // teachers, the student, and the gradient of this row
+    int reads;
+    bool writes;
+  };
+
+  Ahead ahead() const {
+    Ahead result{{}, 0, false};
+    if (kTile) return result;
+    const int64_t at = (row + count) * classes;
+    if (has_next()) {
+      result.of[result.reads++] = static_cast<const T*>(r.student) + at;
+      if (r.teachers >= kGroup) {
+        for (int m = 0; m < kGroup; ++m) result.of[result.reads++] = teacher(m) + at;
+      }
+    }
+    result.writes = r.gradient != nullptr;
+    if (result.writes) result.of[5] = static_cast<const T*>(r.gradient) + row * classes;
+    return result;
+  }
+
+  void fetch(const Ahead& rows, int64_t k) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t i = k * kLanes; i < (k + 1) * kLanes && i < classes; i += kLine) {
+      for (int m = 0; m < rows.reads; ++m) __builtin_prefetch(rows.of[m] + i);
+      if (rows.writes) __builtin_prefetch(rows.of[5] + i, 1);
+    }
+  }
+
+  static constexpr int kGroup = 4;
+
+  // sum (+)= w . x for four teachers.
   template <bool kFirst>
   static void add_four(const A* const* x, const T* const* next, const A* w, int64_t n, A* __restrict sum) {
     const A* __restrict x0 = x[0];
@@ -161,7 +196,9 @@ struct Block {
     constexpr int kStep = 64 / sizeof(T);
     int64_t i = 0;
     for (; i + kStep <= n; i += kStep) {
-      for (int m = 0; m < 4; ++m) __builtin_prefetch(next[m] + i);
+      if (kTile || !kFirst) {
+        for (int m = 0; m < 4; ++m) __builtin_prefetch(next[m] + i);
+      }
       for (int l = 0; l < kStep; ++l) {
         const A first = kFirst ? w0 * x0[i + l] : sum[i + l] + w0 * x0[i + l];
         sum[i + l] = ((first + w1 * x1[i + l]) + w2 * x2[i + l]) + w3 * x3[i + l];
@@ -181,7 +218,6 @@ struct Block {
       return;
     }
     constexpr int64_t kBlock = 1024;
-    constexpr int kGroup = 4;
     alignas(64) A buffer[kIsAccumulateType<T> ? 1 : kGroup][kIsAccumulateType<T> ? 1 : kBlock];
     const int64_t n = count * classes;
     for (int64_t begin = 0; begin < n; begin += kBlock) {
@@ -195,7 +231,7 @@ struct Block {
         for (int64_t g = 0; g < group; ++g) {
           const T* given = teacher(first + g) + row * classes + begin;
           x[g] = as_accumulate(given, length, buffer[kIsAccumulateType<T> ? 0 : g]);
-          next[g] = given + (row + 2 * count <= r.rows ? n : 0);
+          next[g] = given + (has_next() ? n : 0);
           w[g] = static_cast<A>(r.teacher_weights[first + g]);
         }
         if (group == kGroup) {
@@ -349,7 +385,9 @@ struct Block {
     Lanes<A> of_student = filled(A(0));
     Lanes<A> of_target = filled(A(0));
     Lanes<A> inner = filled(A(0));
+    const Ahead rows = ahead();
     for (int64_t k = 0; k < vectors; ++k) {
+      if constexpr (!kTile) fetch(rows, k);
       for (int l = 0; l < kLanes; ++l) {
         const int64_t i = k * kLanes + l;
         const A dz = target_out[i] * scale - target_most.v[l];

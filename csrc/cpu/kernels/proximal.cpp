@@ -27,6 +27,23 @@ void step(const ProximalStep& how, int64_t n, const T* grad, const T* anchor, T*
   if constexpr (kIsAccumulateType<T>) {
     step_block<kMode, kAnchor, kDecay>(n, s, grad, anchor, weight, buffer);
   } else {
+#if defined(__AVX2__)
+    // Without a detour through memory: the conversions alone take as long as the numbers take to come.
+    int64_t i = 0;
+    for (; i + kConvertedAtOnce <= n; i += kConvertedAtOnce) {
+      Converted running = {};
+      if constexpr (kMode == Momentum::kRunning) running = convert(buffer + i);
+      Converted from = {};
+      if constexpr (kAnchor) from = convert(anchor + i);
+      const Converted moved =
+          proximal_step<kMode, kAnchor, kDecay>(s, convert(weight + i), convert(grad + i), from, &running);
+      convert_back(moved, weight + i);
+      if constexpr (kMode != Momentum::kNone) convert_back(running, buffer + i);
+    }
+    n -= i, grad += i, weight += i;
+    if constexpr (kAnchor) anchor += i;
+    if constexpr (kMode != Momentum::kNone) buffer += i;
+#endif
     alignas(64) A g[kBlock];
     alignas(64) A c[kBlock];
     alignas(64) A w[kBlock];
