@@ -46,6 +46,7 @@ _LEFT = (
     "metrics.jsonl",
     "metrics.csv",
     "clients.csv",
+    "classes.csv",
     "clients",
     "clients.store",
     "checkpoints",
@@ -124,6 +125,7 @@ def run_in(
         results.write_json("versions.json", versions())
         with results.replacing("partition.safetensors") as path:
             partition.save(path)
+        results.write_classes(partition.classes(dataset))
         rounds = experiment.settings.rounds
         progress = Progress(rounds, label or experiment.method, start=federation.round, quiet=quiet)
         stack.enter_context(progress)

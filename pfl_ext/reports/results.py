@@ -7,6 +7,7 @@ metrics.jsonl        one round record a line, appended round by round: the sourc
 metrics.csv          the same as a flat table, made from it
 clients.csv          the per-client results of the last evaluation
 clients/round-*.csv  the same of every evaluation
+classes.csv          how many training samples of each class each client holds
 *.safetensors, *.png what else a run leaves, through `ResultsFolder.replacing`
 ===================  ===================================================================================================
 
@@ -193,6 +194,10 @@ class ResultsFolder:
             self._write_table("clients.csv", rows)
         else:
             self._write_table(f"clients/round-{round:05d}.csv", rows)
+
+    def write_classes(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace classes.csv by the rows of :meth:`pfl_ext.data.Partition.classes`."""
+        self._write_table("classes.csv", rows)
 
     def clients(self) -> list[dict[str, Any]]:
         """The rows of clients.csv with numbers as numbers, empty cells left out; empty before the first evaluation."""
