@@ -118,7 +118,7 @@ class Partition:
         counts, names = self.counts(dataset), _categories(dataset)[1]
         held = counts.nonzero()
         return [
-            {"client": client, "class": names[place], "train": count}
+            {"client": client, "class": place, "name": names[place], "train": count}
             for (client, place), count in zip(held.tolist(), counts[held[:, 0], held[:, 1]].tolist(), strict=True)
         ]
 

@@ -145,8 +145,9 @@ class Browser:
         """The size of the window, and which colours the system prefers."""
         phone = width < 600
         self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
-        wanted = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.command("Emulation.setEmulatedMedia", features=[wanted])
+        wanted = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        self.command("Emulation.setEmulatedMedia", features=features)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """A PNG of what is seen, or of the whole page."""

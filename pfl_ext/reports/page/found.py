@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,8 @@ class Cut:
     """For each part (train, validation, test) the samples of each client."""
     server: int
     global_test: int
-    classes: Sequence[str]
-    counts: np.ndarray | None
+    classes: Sequence[str] = ()
+    counts: np.ndarray | None = None
     """Training samples, [clients, classes]; None where the run has not written them."""
 
 
@@ -59,11 +61,6 @@ class Run(ResultsFolder):
     def clients(self) -> list[dict[str, Any]]:
         """See :meth:`ResultsFolder.clients`."""
         return [dict(row) for row in self.rows]
-
-    @property
-    def name(self) -> str:
-        """What tells it from all others."""
-        return self.label if self.seed is None else f"{self.label}, seed {self.seed}"
 
     @property
     def rounds(self) -> int:
@@ -94,6 +91,19 @@ class Found:
         """All of them, label by label."""
         return [run for runs in self.groups.values() for run in runs]
 
+    def name(self, run: Run) -> str:
+        """What tells a run from all others."""
+        group = self.groups[run.label]
+        if len(group) == 1 or run.seed is None:
+            return run.label if len(group) == 1 else f"{run.label}, {run.path.name}"
+        return f"{run.label}, seed {run.seed}"
+
+    @property
+    def comparable(self) -> bool:
+        """Whether all labels were run on the same partitions."""
+        cuts = [{run.cut.fingerprint for run in group if run.cut is not None} for group in self.groups.values()]
+        return all(cut == cuts[0] for cut in cuts)
+
 
 @dataclass
 class Reader:
@@ -105,7 +115,7 @@ class Reader:
 
     folders: Sequence[Path]
     _known: dict[Path, tuple[object, Run]] = field(default_factory=dict, repr=False)
-    _cuts: dict[tuple[str, object], Cut] = field(default_factory=dict, repr=False)
+    _cuts: dict[tuple[str, str | None], Cut] = field(default_factory=dict, repr=False)
 
     def state(self) -> object:
         """Differs when a file differs that the page is made of."""
@@ -120,7 +130,6 @@ class Reader:
         """
         places = self._paths()
         runs, problems = list[Run](), list[str]()
-        missing: dict[str, list[str]] = {}
         for label, path in places:
             try:
                 run = self._run(label, path)
@@ -128,11 +137,8 @@ class Reader:
                 problems.append(f"{path} is left out: {error}")
                 continue
             runs.append(run)
-            for text in run.missing:
-                missing.setdefault(text, []).append(run.name)
         if not runs:
             raise ValueError("no run can be read: " + "; ".join(problems))
-        problems += [f"{_several(names, len(runs))}: {text}" for text, names in missing.items()]
         groups: dict[str, list[Run]] = {}
         for run in runs:
             groups.setdefault(run.label, []).append(run)
@@ -140,13 +146,19 @@ class Reader:
             group.sort(key=lambda run: (run.seed is None, run.seed or 0, str(run.path)))
         metrics = [run.config["metric"] for run in runs if isinstance(run.config.get("metric"), str)]
         means = [run.config["statistic"] for run in runs if run.config.get("statistic") in ("mean", "weighted_mean")]
-        return Found(
+        found = Found(
             groups,
             problems,
             ", ".join(dict.fromkeys(folder.resolve().name for folder in self.folders)),
             max(metrics, key=metrics.count, default="accuracy"),
             max(means, key=means.count, default="mean"),
         )
+        missing: dict[str, list[str]] = {}
+        for run in found.runs:
+            for text in run.missing:
+                missing.setdefault(text, []).append(found.name(run))
+        problems += [f"{_several(names, len(runs))}: {text}" for text, names in missing.items()]
+        return found
 
     def _paths(self) -> list[tuple[str, Path]]:
         """The folders of all runs with their labels."""
@@ -191,11 +203,12 @@ class Reader:
         if not isinstance(known_versions, Mapping):
             known_versions = {}
         cut = optional("its partition (partition.safetensors)", lambda: self._cut(path), None)
+        if cut is not None:
+            classes = optional("its table of classes (classes.csv)", lambda: self._classes(path, cut), None)
+            cut = cut if classes is None else classes
         rows = optional("the clients' table (clients.csv)", folder.clients, [])
         if any("models" in record for record in history) and not rows:
             missing.append("the clients' table (clients.csv) is missing or empty")
-        if cut is not None and cut.counts is None:
-            missing.append("the classes of its clients (classes.csv) are missing: there are only their samples")
         seed, named = table_of(config, "federation").get("seed"), _SEED.search(path.name)
         if not isinstance(seed, int):
             seed = int(named[1]) if named else None
@@ -208,19 +221,28 @@ class Reader:
         return run
 
     def _cut(self, path: Path) -> Cut:
+        """The partition of a run without its classes; those of many runs are one."""
         partition = Partition.load(path / "partition.safetensors")
-        key = (partition.fingerprint, _stamp(path)[-1] is None)
+        made = Cut(
+            partition.fingerprint,
+            partition.description,
+            {part: [len(own) for own in getattr(partition, part)] for part in ("train", "validation", "test")},
+            len(partition.server),
+            len(partition.global_test),
+        )
+        return self._cuts.setdefault((made.fingerprint, None), made)
+
+    def _classes(self, path: Path, cut: Cut) -> Cut:
+        """The same with its classes.
+
+        Raises:
+            FileNotFoundError: the run has not written them.
+            ValueError: they are damaged.
+        """
+        text = (path / "classes.csv").read_bytes()
+        key = (cut.fingerprint, hashlib.sha256(text).hexdigest())
         if key not in self._cuts:
-            classes, counts = _classes(path / "classes.csv", partition.clients)
-            self._cuts[key] = Cut(
-                partition.fingerprint,
-                partition.description,
-                {part: [len(own) for own in getattr(partition, part)] for part in ("train", "validation", "test")},
-                len(partition.server),
-                len(partition.global_test),
-                classes,
-                counts,
-            )
+            self._cuts[key] = replace(cut, **_counted(path / "classes.csv", text.decode(), len(cut.sizes["train"])))
         return self._cuts[key]
 
 
@@ -278,22 +300,22 @@ def _natural(text: str) -> list[tuple[int, float, str]]:
     return [(0, float(part), "") if index % 2 else (1, 0.0, part) for index, part in enumerate(parts)]
 
 
-def _classes(path: Path, clients: int) -> tuple[list[str], np.ndarray | None]:
+def _counted(path: Path, text: str, clients: int) -> dict[str, Any]:
     """The classes and how many training samples of each the clients have."""
-    if not path.is_file():
-        return [], None
-    names: dict[str, int] = {}
+    names: dict[int, str] = {}
     found: list[tuple[int, int, int]] = []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                client, count = int(row["client"]), int(row["train"])
-                if not 0 <= client < clients or count < 0:
-                    raise ValueError(f"it has {count} samples of client {client} of {clients}")
-                found.append((client, names.setdefault(row["class"], len(names)), count))
+        for row in csv.DictReader(io.StringIO(text, newline="")):
+            client, place, count = int(row["client"]), int(row["class"]), int(row["train"])
+            if not 0 <= client < clients or place < 0 or count < 0:
+                raise ValueError(f"it has {count} samples of class {place} at client {client} of {clients}")
+            names[place] = row["name"]
+            found.append((client, place, count))
     except (ValueError, KeyError, TypeError, csv.Error) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    counts = np.zeros((clients, len(names)), dtype=np.int64)
+    # Only classes that a client holds are in the file, in the order of the data set's.
+    order = {place: index for index, place in enumerate(sorted(names))}
+    counts = np.zeros((clients, len(order)), dtype=np.int64)
     for client, place, count in found:
-        counts[client, place] += count
-    return list(names), counts
+        counts[client, order[place]] += count
+    return {"classes": [names[place] for place in order], "counts": counts}

@@ -43,14 +43,14 @@ def numbers(found: Found) -> dict[str, Any]:
         "groups": [_group(name, group) for name, group in found.groups.items()],
         "runs": [
             {
-                "name": run.name,
+                "name": found.name(run),
                 "group": names.index(run.label),
                 "partition": None if run.cut is None else place[run.cut.fingerprint],
                 "clients": _columns(run.rows),
             }
             for run in runs
         ],
-        "partitions": [_cut(cut, runs) for cut in cuts],
+        "partitions": [_cut(cut, found) for cut in cuts],
         "options": _options(found),
     }
 
@@ -154,12 +154,12 @@ def _cell(value: Any) -> Any:
     return value if isinstance(value, str) else _short(value)
 
 
-def _cut(cut: Cut, runs: Sequence[Run]) -> dict[str, Any]:
+def _cut(cut: Cut, found: Found) -> dict[str, Any]:
     """A partition; of each client the classes that it holds, as places and counts in turn."""
     held = None
     if cut.counts is not None:
         held = [[int(n) for place in np.flatnonzero(row) for n in (place, row[place])] for row in cut.counts]
-    of = [run.name for run in runs if run.cut is not None and run.cut.fingerprint == cut.fingerprint]
+    of = [found.name(r) for r in found.runs if r.cut is not None and r.cut.fingerprint == cut.fingerprint]
     return {
         "name": f"{how_made(cut)}; {_several(of)}",
         "sizes": {part: list(sizes) for part, sizes in cut.sizes.items()},
@@ -176,7 +176,7 @@ def how_made(cut: Cut) -> str:
     """A partition in a few words."""
     how = cut.description
     words = [str(how.get("dataset", "data")), str(how.get("partitioner", "partition"))]
-    return ", ".join([*words, *(f"{key} {how[key]}" for key in ("alpha", "k", "sigma", "seed") if key in how)])
+    return ", ".join([*words, *(f"{key} {how[key]}" for key in ("alpha", "k", "sigma") if key in how)])
 
 
 def _options(found: Found) -> list[dict[str, Any]]:

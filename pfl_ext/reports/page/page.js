@@ -181,13 +181,21 @@
         return full;
       };
       const columns = [xs], series = [{}], bands = [];
+      // A line that lies under others is drawn wider and paler, so that it shows on both sides of them.
+      const tops = visible.flatMap((one) => one.y.filter(known)), hair = tops.length ? (tops.reduce((a, b) => Math.max(a, b)) - tops.reduce((a, b) => Math.min(a, b))) / 500 : 0;
+      const covers = (upper, lower) => {
+        const at = new Map(upper.x.map((x, k) => [x, upper.y[k]]));
+        const both = lower.x.filter((x, k) => known(lower.y[k]) && known(at.get(x)));
+        return both.length > 1 && lower.x.filter((x, k) => known(lower.y[k]) && known(at.get(x)) && Math.abs(lower.y[k] - at.get(x)) <= hair).length >= 0.8 * both.length;
+      };
+      visible.forEach((one, k) => { one.under = visible.length > 60 ? 0 : Math.min(3, visible.slice(k + 1).filter((other) => covers(other, one)).length); });
       for (const one of visible) {
         one.at = columns.length;
         const colour = colourOf(one.group);
         const few = one.x.length < 26;
         columns.push(spread(one, one.y));
         series.push({
-          stroke: colour, width: 2, dash: dashOf(one.group), spanGaps: false,
+          stroke: one.unseen ? "transparent" : colour, width: one.unseen ? 0 : 2 + 3 * one.under, alpha: one.under ? 0.5 : 1, dash: one.under ? [] : dashOf(one.group), spanGaps: false,
           fill: one.fill ? `${colour}40` : undefined, fillTo: one.fill ? 0 : undefined,
           paths: one.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
           points: { show: one.points === false ? false : few, size: 6, fill: colour, stroke: colour },
@@ -201,7 +209,8 @@
         }
       }
       const ends = xs.length ? [xs[0], xs[xs.length - 1]] : [0, 1];
-      state.range = state.x.range || (ends[0] === ends[1] ? [ends[0] - 1, ends[1] + 1] : ends);
+      const room = (ends[1] - ends[0]) * 0.015 || 1; // for the marks of the first and the last point
+      state.range = state.x.range || [ends[0] - room, ends[1] + room];
       const heights = () => {
         if (zoom && zoom.y) return zoom.y;
         if (state.y && state.y.range) return state.y.range;
@@ -218,8 +227,8 @@
           if (one.fill) { low = Math.min(low, 0); high = Math.max(high, 0); }
         }
         if (!(low <= high)) return [0, 1];
-        const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
-        return [low >= 0 && low < room ? 0 : low - room, state.y && high <= state.y.top ? Math.min(high + room, state.y.top) : high + room];
+        const above = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
+        return [low >= 0 && low < above ? 0 : low - above, state.y && high <= state.y.top ? Math.min(high + above, state.y.top) : high + above];
       };
       width = Math.floor(root.clientWidth);
       const small = width < 520;
@@ -235,7 +244,7 @@
         series, bands,
         cursor: {
           drag: { x: true, y: !state.paint, uni: 24, setScale: false },
-          points: { size: 7 },
+          points: state.paint ? { show: false } : { size: 7 },
           y: Boolean(state.paint),
           bind: { dblclick: () => () => { setZoom(null); return null; } },
           dataIdx: (self, k, near) => nearest(self.data[k], near, self.data[0]),
@@ -323,8 +332,8 @@
       legend.replaceChildren(...names.map((one) => {
         const raise = (high) => {
           if (!u || !one.at || off.has(one.name)) return;
-          u.series.forEach((series, k) => { if (k) series.alpha = !high || (k >= one.at && k <= one.at) ? 1 : 0.15; });
-          u.series[one.at].width = high ? 4 : 2;
+          u.series.forEach((series, k) => { if (k) if (series.plain === undefined) series.plain = [series.alpha, series.width]; series.alpha = !high ? series.plain[0] : k === one.at ? 1 : 0.15; });
+          u.series[one.at].width = u.series[one.at].plain[1] + (high ? 2 : 0);
           u.redraw(false);
         };
         const find = () => shownSeries().find((other) => other.name === one.name);
@@ -354,7 +363,7 @@
         return element("td", { class: "n", text: known(value) ? what.show(value) + std : "–" });
       })));
       numbers.replaceChildren(element("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": what.title },
-        element("table", {}, element("caption", { text: what.title + (step > 1 ? `, every ${step}th` : "") }), element("thead", {}, head), element("tbody", {}, ...body))));
+        element("table", {}, element("caption", {}, element("span", { text: what.title + (step > 1 ? `, every ${step}th` : "") })), element("thead", {}, head), element("tbody", {}, ...body))));
     }
 
     function move(by) {
@@ -387,6 +396,17 @@
 
   // ---- curves -------------------------------------------------------------------------------------------------------
 
+  // The first curve that a group has, and in rounds without a value of it the next one's: a method may train personal
+  // models after the last round alone.
+  function withFallback(group, names) {
+    const [first, ...others] = names.map((name) => group.curves[name]).filter(Boolean);
+    if (!first || !others.length) return first;
+    const have = new Set(first.round), rows = first.round.map((round, j) => [round, first, j]);
+    others[0].round.forEach((round, j) => { if (!have.has(round)) rows.push([round, others[0], j]); });
+    rows.sort((a, b) => a[0] - b[0]);
+    return { round: rows.map((row) => row[0]), mean: rows.map(([, curve, j]) => curve.mean[j]), std: rows.map(([, curve, j]) => curve.std[j]) };
+  }
+
   const roundTick = (value) => (Number.isInteger(value) ? shown(value, 0) : "");
 
   function curves() {
@@ -408,8 +428,7 @@
       let seeds = 0;
       const stages = new Set();
       const series = data.groups.map((group, k) => {
-        const choices = who ? [who] : ["personal", "global"];
-        const found = choices.map((name) => group.curves[`${name}/${on}/${m}/${over}`]).find(Boolean);
+        const found = withFallback(group, (who ? [who] : ["personal", "global"]).map((name) => `${name}/${on}/${m}/${over}`));
         const one = { name: group.name, group: k, x: [], y: [], low: [], high: [], std: [] };
         if (!found) return one;
         seeds = Math.max(seeds, group.seeds.length);
@@ -599,7 +618,7 @@
         height: Math.min(520, Math.max(200, 90 + 22 * Math.min(rows, 20))),
         x: { title: "client", range: [-0.5, clients - 0.5], whole: true, tick: roundTick }, show: plain, table: null,
         y: { range: [-0.5, rows - 0.5], splits: () => cut.classes.map((_, k) => k).filter((k) => k % every === 0), tick: (k) => { const name = cut.classes[k] || ""; return name.length > 14 ? `${name.slice(0, 13)}…` : name; } },
-        series: [{ name: "", group: 0, points: false, x: cut.sizes.train.map((_, k) => k), y: cut.sizes.train.map(() => null) }],
+        series: [{ name: "", group: 0, unseen: true, points: false, x: cut.sizes.train.map((_, k) => k), y: cut.sizes.train.map(() => 0) }],
         paint: (u) => {
           const { ctx, bbox } = u;
           ctx.save();

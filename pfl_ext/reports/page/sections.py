@@ -73,7 +73,7 @@ def _table(
     kind = ' class="for-readers"' if hidden else ""
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(caption)}"><table>'
-        f"<caption{kind}>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f"<caption{kind}><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
@@ -122,7 +122,8 @@ def _over(values: Sequence[float | None]) -> Any:
         return None
     if len(values) == 1:
         return known[0]
-    return Spread(float(np.mean(known)), float(np.std(known, ddof=1)) if len(known) > 1 else math.nan)
+    spread = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+    return Spread(float(np.mean(known)), spread) if spread else float(np.mean(known))
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------
@@ -161,18 +162,19 @@ def _missing(problems: Sequence[str]) -> str:
 
 def _results(found: Found) -> str:
     rows = [dict(row) for row in comparison(found.groups, found.metric, found.statistic)]
+    seeds = {len(group) for group in found.groups.values()}
     for row in rows:
         row.pop("model", None)
-        if row.get("seeds") is None:
+        if len(seeds) == 1:
             row.pop("seeds", None)
     sign, digits = sign_of(found.metric), digits_of(found.metric)
     judged = [c for c in (rows[0] if rows else ()) if _is_judged(c)]
-    best = dict.fromkeys(judged, sign)
+    best = dict.fromkeys(judged if found.comparable else [], sign)
     chosen = [
         c
         for c in (rows[0] if rows else ())
         if c in ("method", "seeds", "rounds", "lowest 5 %", "top 5 %", "best by validation", "communicated MB")
-        or c.endswith((": local test", ": std", ": new clients"))
+        or c.endswith(("local test", ": new clients"))
     ]
 
     def decimals(column: str) -> int:
@@ -182,13 +184,16 @@ def _results(found: Found) -> str:
     how = "weighted by test samples" if found.statistic == "weighted_mean" else "mean over clients"
     caption = f"{word_of(found.metric).capitalize()} after the last round{unit}, {how}"
     shown = _table(caption, [{c: row.get(c) for c in chosen} for row in rows], digits=decimals, best=best)
-    note = "<p>The best of each column is bold."
-    if any(len(group) > 1 for group in found.groups.values()):
-        note += " ± is the standard deviation over seeds; “std” is the one over clients."
+    note = ""
+    if len(rows) > 1:
+        note = "The best of each column is bold." if best else "The runs have different partitions: none is called best."
+    if max(seeds) > 1:
+        many = str(max(seeds)) if len(seeds) == 1 else "the"
+        note += f" Numbers are means over {many} seeds, ± their standard deviation."
     if any("best by validation" in row for row in rows):
         note += " “Best by validation” is the test result of the round that validation data choose."
     every = _table(caption, rows, digits=decimals, best=best, hidden=True)
-    return shown + note + "</p>" + _more("All columns", every, "all columns")
+    return shown + (f"<p>{note.strip()}</p>" if note else "") + _more("All columns", every, "all columns")
 
 
 def _is_judged(column: str) -> bool:
@@ -228,9 +233,8 @@ def _distribution(found: Found) -> str:
     if not rows:
         return "<p>There is nothing to show yet: no client was evaluated.</p>"
     caption = f"{word_of(found.metric).capitalize()} of the clients in the last evaluation, personal models (global where there is none)"
-    best = dict.fromkeys(
-        ("lowest", "lowest 5 %", "quarter", "median", "three quarters", "top 5 %", "mean"), sign_of(found.metric)
-    )
+    judged = ("lowest", "lowest 5 %", "quarter", "median", "three quarters", "top 5 %", "mean")
+    best = dict.fromkeys(judged if found.comparable else (), sign_of(found.metric))
     return _table(caption, rows, digits=digits, best=best)
 
 
@@ -249,7 +253,7 @@ def _partitions(found: Found) -> str:
     for run in found.runs:
         if run.cut is not None:
             cuts.setdefault(run.cut.fingerprint, run.cut)
-            runs.setdefault(run.cut.fingerprint, []).append(run.name)
+            runs.setdefault(run.cut.fingerprint, []).append(found.name(run))
     if not cuts:
         return "<p>No run has a partition that can be read.</p>"
     rows = []
@@ -257,17 +261,17 @@ def _partitions(found: Found) -> str:
         train = np.asarray(cut.sizes["train"])
         row = {
             "partition": how_made(cut),
-            "runs": len(runs[fingerprint]),
+            "runs": _several(runs[fingerprint]) if len(cuts) > 1 else len(runs[fingerprint]),
             "clients": len(train),
             **{f"{part} samples": int(sum(sizes)) for part, sizes in cut.sizes.items()},
-            "at the server": cut.server,
+            **({"at the server": cut.server} if any(other.server for other in cuts.values()) else {}),
             "global test": cut.global_test,
-            "training samples of a client": f"{train.min()} to {train.max()}, median {np.median(train):g}",
+            "training samples of a client": _range(train),
         }
         if cut.counts is not None:
             held = (cut.counts > 0).sum(1)
-            row["classes of a client"] = f"{held.min()} to {held.max()}, median {np.median(held):g}"
-        rows.append({**row, "fingerprint": fingerprint[:16]})
+            row["classes of a client"] = _range(held)
+        rows.append({**row, "fingerprint": fingerprint[:8]})
     text = _table("Which partitions there are", rows)
     if len(cuts) > 1:
         text += (
@@ -280,9 +284,14 @@ def _partitions(found: Found) -> str:
                 {"class": name, "training samples": int(column.sum()), "clients that hold it": int((column > 0).sum())}
                 for name, column in zip(cut.classes, cut.counts.T, strict=True)
             ]
-            name = f"Classes: {how_made(cut)}"
+            name = "Classes" if len(cuts) == 1 else f"Classes: {how_made(cut)}; {_several(runs[cut.fingerprint])}"
             text += _more(name, _table(name, classes, hidden=True), f"classes {cut.fingerprint}")
     return text
+
+
+def _range(values: np.ndarray) -> str:
+    low, high = int(values.min()), int(values.max())
+    return str(low) if low == high else f"{low} to {high}, median {np.median(values):g}"
 
 
 def _costs(found: Found) -> str:
@@ -357,7 +366,7 @@ def _versions(found: Found) -> str:
     kinds: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for run in found.runs:
         key = tuple((str(name), "none" if value is None else str(value)) for name, value in run.versions.items())
-        kinds.setdefault(key, []).append(run.name)
+        kinds.setdefault(key, []).append(found.name(run))
     if list(kinds) == [()]:
         return "<p>No run says what it ran with.</p>"
     names = dict.fromkeys(name for kind in kinds for name, _ in kind)
