@@ -29,9 +29,9 @@ def parse(arguments: Sequence[str]) -> Request:
     parser = Parser(
         "report",
         " FOLDER ...",
-        description="Write one HTML page about runs: results, curves, clients, partition, costs, differences. It needs no\n"
-        "network and opens from disk. The folders are those that pfl-ext run, compare, sweep and paper write, or\n"
-        "folders with any of these in them.",
+        description="Write one HTML page about runs: results, curves, clients, partition, costs, differences. It\n"
+        "needs no network and opens from disk. The folders are those that pfl-ext run, compare, sweep and paper\n"
+        "write, or folders with any of these in them.",
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results of run, compare or sweep")
     parser.add_argument("--output", type=Path, help="the file to write (default: report.html in the first folder)")
@@ -58,7 +58,9 @@ def execute(request: Request) -> int:
     if request.watch:
         try:
             serve(
-                request.folders, request.port, ready=lambda url: print(f"live report: {url} (Ctrl-C ends it)", flush=True)
+                request.folders,
+                request.port,
+                ready=lambda url: print(f"live report: {url} (Ctrl-C ends it)", flush=True),
             )
         except KeyboardInterrupt:
             print("\nended")
@@ -68,5 +70,7 @@ def execute(request: Request) -> int:
         print(f"note: {problem}")
     size = request.output.stat().st_size / 1e6
     runs = len(found.runs)
-    print(f"report on {runs} run{'' if runs == 1 else 's'}: {request.output} ({size:.1f} MB), to be opened in a browser")
+    print(
+        f"report on {runs} run{'' if runs == 1 else 's'}: {request.output} ({size:.1f} MB), to be opened in a browser"
+    )
     return 0

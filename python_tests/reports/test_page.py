@@ -123,7 +123,11 @@ def test_a_sweep_has_lines_over_the_option_that_was_varied(tmp_path):
             config = (run.path / "config.toml").read_text()
             (run.path / "config.toml").write_text(config + f"\n[partition]\nalpha = {alpha}\n")
     (option,) = page_of(tmp_path).numbers["options"]
-    assert option == {"name": "partition.alpha", "values": ["0.1", "1.0"], "lines": [{"0.1": 0, "1.0": 2}, {"0.1": 1, "1.0": 3}]}
+    assert option == {
+        "name": "partition.alpha",
+        "values": ["0.1", "1.0"],
+        "lines": [{"0.1": 0, "1.0": 2}, {"0.1": 1, "1.0": 3}],
+    }
 
 
 def test_runs_of_one_name_in_two_folders_are_told_apart(tmp_path):
@@ -233,7 +237,9 @@ def test_the_half_written_last_line_of_a_run_is_passed_over(tmp_path):
 def test_no_text_of_a_file_becomes_an_element_or_ends_the_script(tmp_path):
     results = invented_run(tmp_path / "run", HOSTILE, classes=(HOSTILE, "<b>dog", "ship"))
     config = (results.path / "config.toml").read_text()
-    (results.path / "config.toml").write_text(config + f"\n[{json.dumps(HOSTILE)}]\n{json.dumps(HOSTILE)} = {json.dumps(HOSTILE)}\n")
+    (results.path / "config.toml").write_text(
+        config + f"\n[{json.dumps(HOSTILE)}]\n{json.dumps(HOSTILE)} = {json.dumps(HOSTILE)}\n"
+    )
     results.write_json("versions.json", {HOSTILE: HOSTILE})
     rows = [{**row, HOSTILE: HOSTILE} for row in results.clients()]
     results.write_clients(rows)
@@ -307,7 +313,9 @@ def served(tmp_path):
 
 
 def ask(address: str, **headers: str) -> tuple[int, str, str | None]:
-    request = urllib.request.Request(address, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    request = urllib.request.Request(
+        address, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, answer.read().decode(), answer.headers["ETag"]

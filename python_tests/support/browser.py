@@ -1,4 +1,4 @@
-"""Headless Chromium by the WebDriver protocol: JSON over HTTP to chromedriver, for which the standard library is enough."""
+"""Headless Chromium by the WebDriver protocol, which is JSON over HTTP: the standard library is enough."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from typing import Any
 __all__ = ["Browser", "missing"]
 
 _FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--force-color-profile=srgb"),
 )
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the name that the protocol gives references
@@ -36,7 +43,10 @@ class Browser:
     def __init__(self) -> None:
         self._profile = tempfile.TemporaryDirectory(prefix="pfl-browser-")
         self._driver = subprocess.Popen(
-            [shutil.which("chromedriver") or "chromedriver", "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [shutil.which("chromedriver") or "chromedriver", "--port=0"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             self._address = f"http://127.0.0.1:{self._port()}/session"
@@ -122,7 +132,10 @@ class Browser:
 
     def pointer(self, selector: str, *steps: tuple[str, float, float]) -> None:
         """Move, press or release the mouse at shares of an element's width and height, from its middle."""
-        box = self.run("const b = document.querySelector(arguments[0]).getBoundingClientRect(); return [b.width, b.height]", selector)
+        box = self.run(
+            "const b = document.querySelector(arguments[0]).getBoundingClientRect(); return [b.width, b.height]",
+            selector,
+        )
         origin, actions = {_ELEMENT: self.element(selector)}, list[dict[str, Any]]()
         for what, x, y in steps:
             place = {"x": int(x * box[0] / 2), "y": int(y * box[1] / 2), "origin": origin}
@@ -144,7 +157,9 @@ class Browser:
     def look(self, width: int, height: int = 900, *, dark: bool = False, scale: float = 1.0) -> None:
         """The size of the window, and which colours the system prefers."""
         phone = width < 600
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
+        self.command(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone
+        )
         wanted = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
         features = [{"name": name, "value": value} for name, value in wanted.items()]
         self.command("Emulation.setEmulatedMedia", features=features)
@@ -161,6 +176,8 @@ class Browser:
 
     def requests(self) -> list[str]:
         """The addresses of all requests since it was last asked; what is in an address itself is none."""
-        messages = [json.loads(entry["message"])["message"] for entry in self._call("POST", "/se/log", {"type": "performance"})]
+        messages = [
+            json.loads(entry["message"])["message"] for entry in self._call("POST", "/se/log", {"type": "performance"})
+        ]
         sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
         return [address for address in sent if not address.startswith("data:")]

@@ -1,4 +1,4 @@
-"""Results folders with invented numbers, for tests of what is made of results: as many clients as one likes, in no time."""
+"""Results folders with invented numbers, for tests of what is made of results: many clients in no time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def invented_run(
         begin += size + 4
     nothing = torch.zeros(0, dtype=torch.int64)
     made = {"dataset": "invented", "partitioner": "dirichlet", "alpha": 0.3}
-    partition = Partition(tuple(train), (nothing,) * clients, tuple(test), nothing, torch.arange(begin, begin + 9), made)
+    partition = Partition(
+        tuple(train), (nothing,) * clients, tuple(test), nothing, torch.arange(begin, begin + 9), made
+    )
     partition.save(folder / "partition.safetensors")
     results.write_classes(
         [
@@ -95,7 +97,8 @@ def add_rounds(
             "training": {"loss": 1 / number, "trained_parameters": 7510},
             "clock": {"compute-and-wait": 2.0 * number, "wait-free": 1.5 * number},
             "models": {
-                model: {"test": {"accuracy": summarize(own), "loss": summarize(1 - own)}} for model, own in values.items()
+                model: {"test": {"accuracy": summarize(own), "loss": summarize(1 - own)}}
+                for model, own in values.items()
             },
         }
         results.append(record)

@@ -18,7 +18,7 @@ from pfl_ext.data import Partition
 
 from ..results import CONFIG, ResultsFolder, read_config
 
-__all__ = ["Cut", "Found", "Reader", "Run"]
+__all__ = ["Cut", "Found", "Reader", "Run", "several", "table_of"]
 
 _SEED = re.compile(r"-seed(-?\d+)$")
 # What a run writes that the page reads: when one of them changes, the run is read again.
@@ -38,6 +38,13 @@ class Cut:
     classes: Sequence[str] = ()
     counts: np.ndarray | None = None
     """Training samples, [clients, classes]; None where the run has not written them."""
+
+    @property
+    def name(self) -> str:
+        """How it was made, in a few words."""
+        how = self.description
+        words = [str(how.get("dataset", "data")), str(how.get("partitioner", "partition"))]
+        return ", ".join([*words, *(f"{key} {how[key]}" for key in ("alpha", "k", "sigma") if key in how)])
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ class Reader:
         for run in found.runs:
             for text in run.missing:
                 missing.setdefault(text, []).append(found.name(run))
-        problems += [f"{_several(names, len(runs))}: {text}" for text, names in missing.items()]
+        problems += [f"{several(names, len(runs))}: {text}" for text, names in missing.items()]
         return found
 
     def _paths(self) -> list[tuple[str, Path]]:
@@ -165,7 +172,9 @@ class Reader:
         found: dict[Path, tuple[Path, str]] = {}
         for folder in self.folders:
             if not folder.exists():
-                raise FileNotFoundError(f"there is no folder {folder}; name one that pfl-ext run, compare or sweep wrote")
+                raise FileNotFoundError(
+                    f"there is no folder {folder}; name one that pfl-ext run, compare or sweep wrote"
+                )
             paths = [path.parent for path in folder.rglob("metrics.jsonl")]
             paths = [path for path in paths if ".overwritten-" not in str(path.relative_to(folder))]
             if not paths:
@@ -173,7 +182,7 @@ class Reader:
             for path in sorted(paths, key=_order(folder)):
                 own = _own_label(path) if path == folder else path.relative_to(folder).as_posix()
                 found.setdefault(path.resolve(), (folder, _SEED.sub("", own)))
-        # Two folders may have runs of one name, and a folder may be given with its runs: then the folder tells them apart.
+        # Two folders may have runs of one name: then the folder tells them apart.
         labels = [(label, folder) for folder, label in set(found.values())]
         shared = {label for label, _ in labels if sum(label == other for other, _ in labels) > 1}
         return [
@@ -252,8 +261,16 @@ def table_of(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     return table if isinstance(table, Mapping) else {}
 
 
-def _several(names: Sequence[str], all: int) -> str:
-    return f"{'all' if len(names) == all else len(names)} runs" if len(names) > 3 else ", ".join(names)
+def several(names: Sequence[str], all: int = 0) -> str:
+    """Many runs in a few words.
+
+    Args:
+        names: theirs.
+        all: how many there are in all, if that is to be said.
+    """
+    if len(names) < 4:
+        return ", ".join(names)
+    return "all runs" if len(names) == all else f"{names[0]} and {len(names) - 1} more runs"
 
 
 def _stamp(path: Path) -> list[tuple[int, int] | None]:

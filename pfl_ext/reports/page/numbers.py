@@ -10,7 +10,8 @@ import numpy as np
 
 from pfl_ext.metrics import digits_of, scale_of, sign_of, word_of
 
-from .found import Cut, Found, Run, table_of
+from .found import Cut, Found, Run, several
+from .settings import differing, flat
 
 __all__ = ["numbers"]
 
@@ -161,27 +162,16 @@ def _cut(cut: Cut, found: Found) -> dict[str, Any]:
         held = [[int(n) for place in np.flatnonzero(row) for n in (place, row[place])] for row in cut.counts]
     of = [found.name(r) for r in found.runs if r.cut is not None and r.cut.fingerprint == cut.fingerprint]
     return {
-        "name": f"{how_made(cut)}; {_several(of)}",
+        "name": f"{cut.name}; {several(of)}",
         "sizes": {part: list(sizes) for part, sizes in cut.sizes.items()},
         "classes": list(cut.classes),
         "held": held,
     }
 
 
-def _several(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more runs"
-
-
-def how_made(cut: Cut) -> str:
-    """A partition in a few words."""
-    how = cut.description
-    words = [str(how.get("dataset", "data")), str(how.get("partitioner", "partition"))]
-    return ", ".join([*words, *(f"{key} {how[key]}" for key in ("alpha", "k", "sigma") if key in how)])
-
-
 def _options(found: Found) -> list[dict[str, Any]]:
     """The options that several labels have with different values: in each of them its value and what else differs."""
-    settings = {label: _flat(runs[0].config) for label, runs in found.groups.items()}
+    settings = {label: flat(runs[0].config) for label, runs in found.groups.items()}
     varied = differing(settings)
     options = []
     for option in varied:
@@ -211,21 +201,3 @@ def _options(found: Found) -> list[dict[str, Any]]:
 def _by_value(value: Any) -> tuple[bool, float, str]:
     number = isinstance(value, int | float)
     return (not number, float(value) if number else 0.0, str(value))
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a run as ``section.option``, without the seed, which is no difference between methods."""
-    found: dict[str, Any] = {}
-    for section in config:
-        table = table_of(config, section)
-        entries = {f"{section}.{name}": value for name, value in table.items()} or {section: config[section]}
-        found |= {name: tuple(value) if isinstance(value, list) else value for name, value in entries.items()}
-    found.pop("federation.seed", None)
-    return {name: value if isinstance(value, int | float | str | tuple) else str(value) for name, value in found.items()}
-
-
-def differing(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The options of which those that have them have several values."""
-    names = dict.fromkeys(name for own in settings.values() for name in own)
-    values = {name: [own[name] for own in settings.values() if name in own] for name in names}
-    return [name for name, own in values.items() if any(value != own[0] for value in own)]

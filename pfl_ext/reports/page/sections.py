@@ -12,8 +12,8 @@ import numpy as np
 from pfl_ext.metrics import digits_of, scale_of, sign_of, summarize, word_of
 
 from ..tables import Spread, comparison
-from .found import Cut, Found, Run, table_of
-from .numbers import _flat, differing, how_made
+from .found import Cut, Found, Run, several, table_of
+from .settings import differing, flat
 
 __all__ = ["sections"]
 
@@ -85,16 +85,16 @@ def _cell(value: Any, digits: int) -> str:
         return "yes" if value else "no"
     if isinstance(value, int | float):
         return _number(value, digits)
-    return '<span class="none">–</span>' if value is None or value == "" else escape(str(value))
+    return '<span class="none">\u2013</span>' if value is None or value == "" else escape(str(value))
 
 
 def _number(value: float, digits: int) -> str:
     if isinstance(value, int):
         return f"{value:,}".replace(",", "\u202f")
     if not math.isfinite(value):
-        return '<span class="none">–</span>' if math.isnan(value) else ("∞" if value > 0 else "−∞")
+        return '<span class="none">\u2013</span>' if math.isnan(value) else ("∞" if value > 0 else "\u2212∞")
     fixed = f"{value:,.{digits}f}".replace(",", "\u202f")
-    return (f"{value:.2g}" if value and float(f"{value:.{digits}f}") == 0 else fixed).replace("-", "−")
+    return (f"{value:.2g}" if value and float(f"{value:.{digits}f}") == 0 else fixed).replace("-", "\u2212")
 
 
 def _mean_of(value: Any) -> float:
@@ -157,7 +157,8 @@ def _missing(problems: Sequence[str]) -> str:
         return ""
     items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
     title = f"{_counted(len(problems), 'note')} on what is missing"
-    return f'<details class="note" data-key="missing"{" open" if len(problems) < 6 else ""}><summary>{title}</summary><ul>{items}</ul></details>'
+    open_ = " open" if len(problems) < 6 else ""
+    return f'<details class="note" data-key="missing"{open_}><summary>{title}</summary><ul>{items}</ul></details>'
 
 
 def _results(found: Found) -> str:
@@ -186,7 +187,9 @@ def _results(found: Found) -> str:
     shown = _table(caption, [{c: row.get(c) for c in chosen} for row in rows], digits=decimals, best=best)
     note = ""
     if len(rows) > 1:
-        note = "The best of each column is bold." if best else "The runs have different partitions: none is called best."
+        note = (
+            "The best of each column is bold." if best else "The runs have different partitions: none is called best."
+        )
     if max(seeds) > 1:
         many = str(max(seeds)) if len(seeds) == 1 else "the"
         note += f" Numbers are means over {many} seeds, ± their standard deviation."
@@ -232,7 +235,8 @@ def _distribution(found: Found) -> str:
         rows.append({"method": label, **columns})
     if not rows:
         return "<p>There is nothing to show yet: no client was evaluated.</p>"
-    caption = f"{word_of(found.metric).capitalize()} of the clients in the last evaluation, personal models (global where there is none)"
+    whose = "personal models (global where there is none)"
+    caption = f"{word_of(found.metric).capitalize()} of the clients in the last evaluation, {whose}"
     judged = ("lowest", "lowest 5 %", "quarter", "median", "three quarters", "top 5 %", "mean")
     best = dict.fromkeys(judged if found.comparable else (), sign_of(found.metric))
     return _table(caption, rows, digits=digits, best=best)
@@ -260,8 +264,8 @@ def _partitions(found: Found) -> str:
     for fingerprint, cut in cuts.items():
         train = np.asarray(cut.sizes["train"])
         row = {
-            "partition": how_made(cut),
-            "runs": _several(runs[fingerprint]) if len(cuts) > 1 else len(runs[fingerprint]),
+            "partition": cut.name,
+            "runs": several(runs[fingerprint]) if len(cuts) > 1 else len(runs[fingerprint]),
             "clients": len(train),
             **{f"{part} samples": int(sum(sizes)) for part, sizes in cut.sizes.items()},
             **({"at the server": cut.server} if any(other.server for other in cuts.values()) else {}),
@@ -284,7 +288,7 @@ def _partitions(found: Found) -> str:
                 {"class": name, "training samples": int(column.sum()), "clients that hold it": int((column > 0).sum())}
                 for name, column in zip(cut.classes, cut.counts.T, strict=True)
             ]
-            name = "Classes" if len(cuts) == 1 else f"Classes: {how_made(cut)}; {_several(runs[cut.fingerprint])}"
+            name = "Classes" if len(cuts) == 1 else f"Classes: {cut.name}; {several(runs[cut.fingerprint])}"
             text += _more(name, _table(name, classes, hidden=True), f"classes {cut.fingerprint}")
     return text
 
@@ -299,7 +303,9 @@ def _costs(found: Found) -> str:
     for label, runs in found.groups.items():
         traffic = [[r["communication"] for r in run.history if "communication" in r] for run in runs]
         up, down = ([sum(t.get(way, 0) for t in own) / 1e6 for own in traffic] for way in ("up_bytes", "down_bytes"))
-        clocks = [next((r["clock"] for r in reversed(run.history) if "clock" in r), {}) for run in runs]
+        clocks: list[Mapping[str, float]] = [
+            next((r["clock"] for r in reversed(run.history) if "clock" in r), {}) for run in runs
+        ]
         protocols = list(dict.fromkeys(protocol for clock in clocks for protocol in clock))
         trained = [r["training"]["trained_parameters"] for run in runs for r in run.history if _trains(r)]
         over = [max(run.rounds, 1) for run in runs]
@@ -327,17 +333,30 @@ def _trains(record: Row) -> bool:
 def _differences(found: Found) -> str:
     if len(found.groups) < 2:
         return "<p>There is one run, or one with several seeds: nothing differs.</p>"
-    settings = {label: _flat(runs[0].config) for label, runs in found.groups.items()}
+    settings = {label: flat(runs[0].config) for label, runs in found.groups.items()}
     names = differing(settings)
-    rows = [{"method": label, **{n: _value(own[n]) if n in own else None for n in names}} for label, own in settings.items()]
-    text = _table("Options that differ between those that have them", rows) if names else "<p>No option that they share differs.</p>"
+    rows = [
+        {"method": label, **{n: _value(own[n]) if n in own else None for n in names}} for label, own in settings.items()
+    ]
+    text = (
+        _table("Options that differ between those that have them", rows)
+        if names
+        else "<p>No option that they share differs.</p>"
+    )
     everywhere = [name for own in settings.values() for name in own]
     alone = [
-        {"method": label, "options": ", ".join(f"{n} = {_value(own[n])}" for n in own if _is_alone(n, everywhere, names, settings))}
+        {
+            "method": label,
+            "options": ", ".join(f"{n} = {_value(own[n])}" for n in own if _is_alone(n, everywhere, names, settings)),
+        }
         for label, own in settings.items()
     ]
     if any(row["options"] for row in alone):
-        text += _more("Options that only some of them have", _table("Options that only some of them have", alone, hidden=True), "own options")
+        text += _more(
+            "Options that only some of them have",
+            _table("Options that only some of them have", alone, hidden=True),
+            "own options",
+        )
     return text
 
 
@@ -352,7 +371,7 @@ def _value(value: Any) -> str:
 def _configuration(found: Found) -> str:
     text = ""
     for label, runs in found.groups.items():
-        settings = _flat(runs[0].config)
+        settings = flat(runs[0].config)
         if not settings:
             text += f"<p>{escape(label)}: its configuration is missing.</p>"
             continue
@@ -370,10 +389,6 @@ def _versions(found: Found) -> str:
     if list(kinds) == [()]:
         return "<p>No run says what it ran with.</p>"
     names = dict.fromkeys(name for kind in kinds for name, _ in kind)
-    titles = {k: "all runs" if len(kinds) == 1 else _several(own) for k, own in kinds.items()}
+    titles = {k: "all runs" if len(kinds) == 1 else several(own) for k, own in kinds.items()}
     rows = [{"software": name, **{titles[kind]: dict(kind).get(name) for kind in kinds}} for name in names]
     return _table("What the runs ran with", rows)
-
-
-def _several(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more"
