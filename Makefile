@@ -38,13 +38,13 @@ test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS :
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) rich safetensors opacus peft timm tensorboard pyte scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format sphinx furo myst-parser
+DEV_TOOLS := $(TEST_TOOLS) rich safetensors opacus peft timm tensorboard uplot-python pyte scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format sphinx furo myst-parser
 
 PYTHON_SOURCES := pfl_ext benchmarks docs examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
+PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/reports/page/page.*) $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo site build lint flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak soak-flower cuda-check gpu-check gpu-report bench readme clean FORCE
+.PHONY: help test demo site build lint browser flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak soak-flower cuda-check gpu-check gpu-report bench readme clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -98,6 +98,13 @@ lint: $(VENV)/tools ## ruff, mypy, clang-format
 	$(BIN)/ruff format --check $(PYTHON_SOURCES)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+# Without them these tests are skipped, with PFL_EXT_BROWSER=1, as in CI, refused.
+browser: ## Chromium and its driver for the report's tests, by apt-get where this is root
+	@if command -v chromium chromedriver; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get -q update && apt-get -q install -y --no-install-recommends chromium chromium-driver; \
+	else echo "the report's tests need chromium and chromedriver on PATH: apt-get install chromium chromium-driver, as root"; exit 1; fi
 
 # One library, built once, under the oldest torch we can test and under the newest there is. CI leaves NEWEST= empty:
 # `make test` runs the same tests under the pinned torch, and the newest is a large download.

@@ -20,6 +20,7 @@ _COMMANDS = {
     "sweep": "a comparison for each combination of some options' values; one table",
     "paper": "a table or figure of one of the papers, ours beside the printed one",
     "resume": "go on with a run, a comparison or a sweep: FOLDER is all it needs",
+    "report": "one HTML page about runs: curves, clients, costs, differences; --watch keeps it live",
     "export": "write a run's global model or a client's personal one as safetensors",
     "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
     "data": "cut a data set into clients: table, picture, file",

@@ -50,6 +50,7 @@ _LEFT = (
     "metrics.csv",
     "metrics-long.csv",
     "clients.csv",
+    "classes.csv",
     "clients",
     "clients.store",
     "checkpoints",
@@ -133,6 +134,7 @@ def run_in(
         results.write_json("versions.json", versions())
         with results.replacing("partition.safetensors") as path:
             partition.save(path)
+        results.write_classes(partition.classes(dataset))
         rounds = experiment.settings.rounds
         if progress is None:
             progress = stack.enter_context(Progress(quiet=quiet))

@@ -34,6 +34,7 @@ def test_run_leaves_a_whole_results_folder(tmp_path: Path, capsys: pytest.Captur
     assert main(["run", "ditto", *QUICK[:-1], "--output", str(folder)]) == 0
     assert "| personal | test" in capsys.readouterr().out
     expected = {"config.toml", "versions.json", "metrics.jsonl", "metrics.csv", "clients.csv", "partition.safetensors"}
+    expected |= {"classes.csv"}
     assert expected | {"curves.png", "clients.png", "density.png", "partition.png", "checkpoints", "clients"} <= set(
         os.listdir(folder)
     )

@@ -113,6 +113,15 @@ class Partition:
                 table.view(-1).index_add_(0, client * table.shape[1] + chosen, torch.ones_like(client))
         return table
 
+    def classes(self, dataset: Dataset) -> list[dict[str, Any]]:
+        """The training samples as :meth:`counts` has them: a row for each client and class that it holds."""
+        counts, names = self.counts(dataset), _categories(dataset)[1]
+        held = counts.nonzero()
+        return [
+            {"client": client, "class": place, "name": names[place], "train": count}
+            for (client, place), count in zip(held.tolist(), counts[held[:, 0], held[:, 1]].tolist(), strict=True)
+        ]
+
     def table(self, dataset: Dataset, limit: int = 100) -> str:
         """A Markdown table: samples of each client by part, and its training samples as :meth:`counts` has them.
 

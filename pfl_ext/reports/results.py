@@ -8,6 +8,7 @@ metrics.csv             the same as a wide table, made from it: a line a round, 
 metrics-long.csv        the same as a long ("tidy") table: a line a number (:func:`tidy`)
 clients.csv             the per-client results of the last evaluation
 clients/round-*.csv     the same of every evaluation
+classes.csv             how many training samples of each class each client holds
 \*.safetensors, \*.png  what else a run leaves, through :meth:`ResultsFolder.replacing`
 ======================  ===========================================================================================
 
@@ -214,6 +215,10 @@ class ResultsFolder:
             self._write_table("clients.csv", rows)
         else:
             self._write_table(f"clients/round-{round:05d}.csv", rows)
+
+    def write_classes(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replace classes.csv by the rows of :meth:`pfl_ext.data.Partition.classes`."""
+        self._write_table("classes.csv", rows)
 
     def clients(self) -> list[dict[str, Any]]:
         """The rows of clients.csv with numbers as numbers, empty cells left out; empty before the first evaluation."""

@@ -53,6 +53,15 @@ def test_labels_of_multi_label_data_are_counted_each():
     assert by_hand().counts(data).tolist() == [[2, 1], [0, 0]]
 
 
+def test_classes_that_a_client_holds_have_a_row_each(dataset, partition):
+    rows = partition.classes(dataset)
+    counts = partition.counts(dataset)
+    assert {(row["client"], row["class"]): row["train"] for row in rows} == {
+        (k, c): int(counts[k, c]) for k in range(4) for c in range(3) if counts[k, c]
+    }
+    assert {(row["class"], row["name"]) for row in rows} <= {(0, "a"), (1, "b"), (2, "c")}
+
+
 def test_the_table_has_a_row_for_each_client_and_one_for_all(dataset, partition):
     lines = partition.table(dataset).splitlines()
     assert len(lines) == 2 + 4 + 1
