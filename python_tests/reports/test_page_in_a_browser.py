@@ -153,9 +153,12 @@ def test_pages_of_clients_turn(see, comparison):
 def test_a_client_s_details_show_its_classes_and_all_runs_of_its_partition(see, comparison):
     browser = see(comparison / "report.html")
     browser.run("document.querySelector('[data-open=\"3\"]').click()")
-    tables = browser.run("return [...document.querySelectorAll('.detail table')].map(t => t.innerText)")
-    assert "Training samples of client 3" in tables[0] and "cat" in tables[0]
-    assert "ditto, seed 0" in tables[1] and "fedavg, seed 0" in tables[1] and "seed 1" not in tables[1]
+    held = browser.run("""
+        const d = JSON.parse(document.getElementById('numbers').textContent), cut = d.partitions[d.runs[0].partition];
+        return cut.held[3].flatMap((place, k, all) => (k % 2 ? [] : [`${all[k + 1]} ${cut.classes[place]}`]))""")
+    assert browser.run("return [...document.querySelectorAll('.detail .holds li')].map(i => i.textContent)") == held
+    table = browser.run("return document.querySelector('.detail table').innerText")
+    assert "ditto, seed 0" in table and "fedavg, seed 0" in table and "seed 1" not in table
 
 
 def test_two_runs_are_compared_client_by_client(see, comparison):

@@ -756,7 +756,7 @@
         const theirs = column(versus, data.metric), there = placesOf(versus), { scale: times, digits, word } = about(data.metric);
         if (own && theirs) {
           const value = (k) => { const at = there.get(clients[k]); return at !== undefined && known(versus.clients[theirs][at]) ? times * versus.clients[theirs][at] : null; };
-          found.push({ id: "other", title: `${word} with ${versus.name}${unitOf(data.metric)}`, of: value, show: (v) => shown(v, digits), words: ["other"] });
+          found.push({ id: "other", title: `${capital(word)} with ${versus.name}${unitOf(data.metric)}`, of: value, show: (v) => shown(v, digits), words: ["other"] });
           found.push({ id: "difference", title: "Difference", of: (k) => { const w = value(k), v = one.clients[own][k]; return known(w) && known(v) ? times * v - w : null; }, show: (v) => (v > 0 ? "+" : "") + shown(v, digits), words: ["difference"], colour: (v) => (v ? ((v > 0) !== about(data.metric).lower ? "up" : "down") : "") });
         }
       }
@@ -874,15 +874,16 @@
       const frameOf = (caption, head, rows) => element("table", {}, element("caption", { text: caption }), element("thead", {}, element("tr", {}, ...head.map((text, k) => element("th", { scope: "col", class: k ? "n" : null, text })))),
         element("tbody", {}, ...rows.map((cells) => element("tr", {}, ...cells.map((text, k) => element(k ? "td" : "th", { scope: k ? null : "row", class: k ? "n" : null, text }))))));
       if (cut && cut.held && cut.held[client]) {
-        const pairs = cut.held[client], rows = [];
-        for (let k = 0; k < pairs.length; k += 2) rows.push([cut.classes[pairs[k]], plain(pairs[k + 1])]);
-        parts.push(frameOf(`Training samples of client ${client}`, ["Class", "Samples"], rows));
+        const pairs = cut.held[client], items = [];
+        for (let k = 0; k < pairs.length; k += 2) items.push(element("li", {}, element("b", { text: plain(pairs[k + 1]) }), ` ${cut.classes[pairs[k]]}`));
+        const name = `Training samples of client ${client}`;
+        parts.push(element("p", { text: name }), element("ul", { class: "holds", "aria-label": name }, ...items));
       }
       const runs = data.runs.filter((other) => (other === one || comparable(one, other)) && placesOf(other).has(client));
       const names = [...new Set(runs.flatMap((other) => Object.keys(other.clients).filter((name) => name.includes("/test/"))))];
       parts.push(frameOf(`Test results of client ${client}`, ["Run", ...names.map((name) => { const [model, , m] = name.split("/"); return `${capital(model)} ${about(m).word}${unitOf(m)}`; })],
         runs.map((other) => [other.name, ...names.map((name) => { const m = name.split("/")[2], at = placesOf(other).get(client), value = name in other.clients ? other.clients[name][at] : null; return known(value) ? shown(about(m).scale * value, about(m).digits) : "–"; })])));
-      return element("div", { class: "two" }, ...parts);
+      return element("div", {}, ...parts);
     }
     return { draw: fill };
   }
