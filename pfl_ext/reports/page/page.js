@@ -83,7 +83,7 @@
 
   // ---- colours ------------------------------------------------------------------------------------------------------
 
-  const dashes = [[], [9, 4], [2, 3], [12, 3, 2, 3]];
+  const dashes = [[], [9, 4], [2, 3], [12, 3, 2, 3], [18, 5], [6, 2, 2, 2, 2, 2], [3, 7]];
   let colours = {};
 
   function readColours() {
@@ -751,7 +751,7 @@
       const names = Object.keys(one.clients), own = column(one, data.metric);
       const measured = names.filter((name) => name.split("/").length === 3);
       const chief = measured.filter((name) => name.endsWith(`/test/${data.metric}`)).sort((a, b) => (b === own) - (a === own));
-      found.push(...chief.map(metric));
+      found.push(...chief.slice(0, 1).map(metric));
       if (versus) {
         const theirs = column(versus, data.metric), there = placesOf(versus), { scale: times, digits, word } = about(data.metric);
         if (own && theirs) {
@@ -760,6 +760,7 @@
           found.push({ id: "difference", title: "Difference", of: (k) => { const w = value(k), v = one.clients[own][k]; return known(w) && known(v) ? times * v - w : null; }, show: (v) => (v > 0 ? "+" : "") + shown(v, digits), words: ["difference"], colour: (v) => (v ? ((v > 0) !== about(data.metric).lower ? "up" : "down") : "") });
         }
       }
+      found.push(...chief.slice(1).map(metric));
       if (all) {
         found.push(...measured.filter((name) => !chief.includes(name)).map(metric));
         for (const name of names) {
@@ -875,7 +876,7 @@
         element("tbody", {}, ...rows.map((cells) => element("tr", {}, ...cells.map((text, k) => element(k ? "td" : "th", { scope: k ? null : "row", class: k ? "n" : null, text }))))));
       if (cut && cut.held && cut.held[client]) {
         const pairs = cut.held[client], items = [];
-        for (let k = 0; k < pairs.length; k += 2) items.push(element("li", {}, element("b", { text: plain(pairs[k + 1]) }), ` ${cut.classes[pairs[k]]}`));
+        for (let k = 0; k < pairs.length; k += 2) items.push(element("li", {}, `${cut.classes[pairs[k]]}: `, element("b", { text: plain(pairs[k + 1]) })));
         const name = `Training samples of client ${client}`;
         parts.push(element("p", { text: name }), element("ul", { class: "holds", "aria-label": name }, ...items));
       }
