@@ -83,7 +83,7 @@
 
   // ---- colours ------------------------------------------------------------------------------------------------------
 
-  const dashes = [[], [9, 4], [2, 3], [12, 3, 2, 3]];
+  const dashes = [[], [9, 4], [2, 3], [12, 3, 2, 3], [18, 5], [6, 2, 2, 2, 2, 2], [3, 7]];
   let colours = {};
 
   function readColours() {
@@ -751,15 +751,16 @@
       const names = Object.keys(one.clients), own = column(one, data.metric);
       const measured = names.filter((name) => name.split("/").length === 3);
       const chief = measured.filter((name) => name.endsWith(`/test/${data.metric}`)).sort((a, b) => (b === own) - (a === own));
-      found.push(...chief.map(metric));
+      found.push(...chief.slice(0, 1).map(metric));
       if (versus) {
         const theirs = column(versus, data.metric), there = placesOf(versus), { scale: times, digits, word } = about(data.metric);
         if (own && theirs) {
           const value = (k) => { const at = there.get(clients[k]); return at !== undefined && known(versus.clients[theirs][at]) ? times * versus.clients[theirs][at] : null; };
-          found.push({ id: "other", title: `${word} with ${versus.name}${unitOf(data.metric)}`, of: value, show: (v) => shown(v, digits), words: ["other"] });
+          found.push({ id: "other", title: `${capital(word)} with ${versus.name}${unitOf(data.metric)}`, of: value, show: (v) => shown(v, digits), words: ["other"] });
           found.push({ id: "difference", title: "Difference", of: (k) => { const w = value(k), v = one.clients[own][k]; return known(w) && known(v) ? times * v - w : null; }, show: (v) => (v > 0 ? "+" : "") + shown(v, digits), words: ["difference"], colour: (v) => (v ? ((v > 0) !== about(data.metric).lower ? "up" : "down") : "") });
         }
       }
+      found.push(...chief.slice(1).map(metric));
       if (all) {
         found.push(...measured.filter((name) => !chief.includes(name)).map(metric));
         for (const name of names) {
@@ -874,15 +875,16 @@
       const frameOf = (caption, head, rows) => element("table", {}, element("caption", { text: caption }), element("thead", {}, element("tr", {}, ...head.map((text, k) => element("th", { scope: "col", class: k ? "n" : null, text })))),
         element("tbody", {}, ...rows.map((cells) => element("tr", {}, ...cells.map((text, k) => element(k ? "td" : "th", { scope: k ? null : "row", class: k ? "n" : null, text }))))));
       if (cut && cut.held && cut.held[client]) {
-        const pairs = cut.held[client], rows = [];
-        for (let k = 0; k < pairs.length; k += 2) rows.push([cut.classes[pairs[k]], plain(pairs[k + 1])]);
-        parts.push(frameOf(`Training samples of client ${client}`, ["Class", "Samples"], rows));
+        const pairs = cut.held[client], items = [];
+        for (let k = 0; k < pairs.length; k += 2) items.push(element("li", {}, `${cut.classes[pairs[k]]}: `, element("b", { text: plain(pairs[k + 1]) })));
+        const name = `Training samples of client ${client}`;
+        parts.push(element("p", { text: name }), element("ul", { class: "holds", "aria-label": name }, ...items));
       }
       const runs = data.runs.filter((other) => (other === one || comparable(one, other)) && placesOf(other).has(client));
       const names = [...new Set(runs.flatMap((other) => Object.keys(other.clients).filter((name) => name.includes("/test/"))))];
       parts.push(frameOf(`Test results of client ${client}`, ["Run", ...names.map((name) => { const [model, , m] = name.split("/"); return `${capital(model)} ${about(m).word}${unitOf(m)}`; })],
         runs.map((other) => [other.name, ...names.map((name) => { const m = name.split("/")[2], at = placesOf(other).get(client), value = name in other.clients ? other.clients[name][at] : null; return known(value) ? shown(about(m).scale * value, about(m).digits) : "–"; })])));
-      return element("div", { class: "two" }, ...parts);
+      return element("div", {}, ...parts);
     }
     return { draw: fill };
   }
