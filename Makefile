@@ -236,9 +236,9 @@ gpu-report: build ## on a real GPU: tests, compute-sanitizer, race; build/gpu-re
 	cd $(REPORT) && $(ON_GPU) -m pfl_ext info > info.txt
 	-nvidia-smi -q > $(REPORT)/nvidia-smi.txt 2>&1
 	-cd $(REPORT) && $(ON_GPU) -m pytest -q -p no:cacheprovider -k cuda $(REPORTED) 2>&1 | tee tests.txt
-	-cd $(REPORT) && if command -v compute-sanitizer > sanitizer.txt; then for tool in memcheck racecheck initcheck synccheck; do \
-	  compute-sanitizer --tool $$tool $(ON_GPU) -m pytest -q -p no:cacheprovider -k "cuda and not check and not compile and not large" \
-	  $(CURDIR)/python_tests/ops > $$tool.txt 2>&1; done; else echo "compute-sanitizer is not installed" > sanitizer.txt; fi
+	-cd $(REPORT) && if test -z "$(SIMULATOR)" && command -v compute-sanitizer > sanitizer.txt; then for tool in memcheck racecheck initcheck synccheck; do \
+	  compute-sanitizer --tool $$tool $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider -k "cuda and not check and not compile and not large" \
+	  $(CURDIR)/python_tests/ops > $$tool.txt 2>&1; done; else echo "no compute-sanitizer" > sanitizer.txt; fi
 	-cd $(REPORT) && $(ON_GPU) -m pfl_ext bench --device cuda $(if $(SIMULATOR),--shapes adapters --repeats 2) --output . \
 	  > table.md 2> race.txt
 	tar -czf $(REPORT).tar.gz -C build $(notdir $(REPORT))
