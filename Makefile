@@ -228,36 +228,39 @@ GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath
 GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation engines/test_streams.py algorithms/test_devices.py \
   algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
 GPU_ORDERS := $(addprefix $(CURDIR)/python_tests/,ops optim algorithms/test_devices.py)
-IS_SIMULATED := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
+RUNS_CUDA := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
   raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
 
 # From a folder without a pfl_ext in it, so that the installed one is what runs.
 gpu-check: build ## the CUDA library on a simulated GPU: ops, optimisers, all methods; SIMULATOR=folder
 	@test -f "$(SIMULATOR)/fakegpu.py" || { echo "SIMULATOR='$(SIMULATOR)' has no fakegpu.py; name its folder"; exit 1; }
 	@mkdir -p build/simulator && rm -rf build/gpu-check
-	cd build/simulator && $(GPU) -c '$(IS_SIMULATED)'
+	cd build/simulator && $(GPU) -c '$(RUNS_CUDA)'
 	cd build/simulator && $(GPU) -m pytest -q -n $(WORKERS) -k cuda $(GPU_TESTS)
 	cd build/simulator && FAKEGPU_SEED=1 FAKEGPU_GLOBAL_RACES=1 FAKEGPU_THREAD_SCHEDULE=1 \
 	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile and not graph" $(GPU_ORDERS)
-	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -k "cuda and graph" $(GPU_TESTS)
+	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and graph and not compile" $(GPU_TESTS)
 	cd build/simulator && $(GPU) -m pfl_ext compare persfl fedavg ditto scd plgu-lf --data digits --partition ds1 --clients 4 \
 	  --rounds 1 --lr 0.1 --device cuda --output ../gpu-check
 
 # For the owner of a GPU: the same tests there, under the toolkit's checker too where it is installed, and the race. What
-# fails is written down and does not end it.
-REPORT := build/gpu-report
+# fails is written down and does not end it. With SIMULATOR it is a rehearsal of the same commands, small and by its name.
+REPORT := build/gpu-$(if $(SIMULATOR),rehearsal,report)
+ON_GPU = $(if $(SIMULATOR),FAKEGPU_CACHING=1 $(GPU),$(abspath $(BIN))/python)
+REPORTED := $(if $(SIMULATOR),$(addprefix $(CURDIR)/python_tests/,optim ops/test_graphs.py),$(GPU_TESTS))
 
 gpu-report: build ## on a real GPU: tests, compute-sanitizer, race; build/gpu-report.tar.gz is what to send back
-	@$(BIN)/python -I -c "import torch; raise SystemExit(None if torch.cuda.is_available() else 'torch finds no GPU here')"
-	@rm -rf $(REPORT) && mkdir -p $(REPORT)
-	$(BIN)/pfl-ext info > $(REPORT)/info.txt
-	-nvidia-smi -q > $(REPORT)/nvidia-smi.txt
-	-$(BIN)/pytest -q -k cuda $(GPU_TESTS) 2>&1 | tee $(REPORT)/tests.txt
-	-if command -v compute-sanitizer > /dev/null; then for tool in memcheck racecheck initcheck synccheck; do \
-	  compute-sanitizer --tool $$tool $(BIN)/pytest -q -k "cuda and not check and not compile and not large" \
-	  $(CURDIR)/python_tests/ops > $(REPORT)/$$tool.txt 2>&1; done; fi
-	$(BIN)/pfl-ext bench --device cuda --output $(REPORT) > $(REPORT)/table.md
-	tar -czf $(REPORT).tar.gz -C build gpu-report
+	@rm -rf $(REPORT) && mkdir -p $(REPORT) build/simulator
+	cd $(REPORT) && $(ON_GPU) -c '$(RUNS_CUDA)'
+	cd $(REPORT) && $(ON_GPU) -m pfl_ext info > info.txt
+	-nvidia-smi -q > $(REPORT)/nvidia-smi.txt 2>&1
+	-cd $(REPORT) && $(ON_GPU) -m pytest -q -p no:cacheprovider -k cuda $(REPORTED) 2>&1 | tee tests.txt
+	-cd $(REPORT) && if test -z "$(SIMULATOR)" && command -v compute-sanitizer > sanitizer.txt; then for tool in memcheck racecheck initcheck synccheck; do \
+	  compute-sanitizer --tool $$tool $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider -k "cuda and not check and not compile and not large" \
+	  $(CURDIR)/python_tests/ops > $$tool.txt 2>&1; done; else echo "no compute-sanitizer" > sanitizer.txt; fi
+	-cd $(REPORT) && $(ON_GPU) -m pfl_ext bench --device cuda $(if $(SIMULATOR),--shapes adapters --repeats 2) --output . \
+	  > table.md 2> race.txt
+	tar -czf $(REPORT).tar.gz -C build $(notdir $(REPORT))
 	@echo "wrote $(REPORT).tar.gz"
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

@@ -21,9 +21,12 @@ from . import machine, report
 from .gpu_cases import GpuCase, cases
 from .gpu_model import simulated
 
-__all__ = ["NAME", "GpuRow", "main", "markdown", "read_rows"]
+__all__ = ["NAME", "GpuRow", "main", "markdown", "publish", "read_rows"]
 
 NAME = "gpu"
+PAGE = Path("docs/gpu.md")
+"""Where a checkout has the table."""
+SIMULATED = " (SIMULATED: times mean nothing)"
 _WARM = 3
 
 
@@ -136,8 +139,9 @@ def _write_rows(path: Path, rows: Sequence[GpuRow]) -> None:
 def markdown(rows: Sequence[GpuRow]) -> str:
     """The table: ours, its bandwidth, and each opponent by ours."""
     first = rows[0]
+    how = "A rehearsal, not a measurement, on" if _rehearsed(rows) else "Measured on"
     lines = [
-        f"Measured on {first.gpu}, torch {first.torch}, commit {first.commit}; clocks before and after: "
+        f"{how} {first.gpu}, torch {first.torch}, commit {first.commit}; clocks before and after: "
         f"{first.clocks_before}; {first.clocks_after}. Medians of {first.rounds} calls by CUDA events, L2 overwritten "
         "before each.",
         "",
@@ -153,33 +157,52 @@ def markdown(rows: Sequence[GpuRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(shapes: str, rounds: int, output: Path | None, readme: Path | None) -> None:
-    """Race everything, write gpu.csv, print the table and put it into a Markdown file if one is named.
+def _rehearsed(rows: Sequence[GpuRow]) -> bool:
+    return any(row.gpu.endswith(SIMULATED) for row in rows)
+
+
+def publish(rows: Sequence[GpuRow], page: Path) -> None:
+    """Put the table into a Markdown file.
 
     Raises:
-        ValueError: there is no GPU, or it is a simulated one and the README was to have its times.
+        ValueError: the times are those of a simulated GPU, or the file has no place for it. It is as it was.
+    """
+    if _rehearsed(rows):
+        raise ValueError(f"this GPU is simulated: its times are those of an interpreter and do not go into {page}")
+    report.put_into(page, NAME, markdown(rows))
+
+
+def main(shapes: str, rounds: int, output: Path | None, readme: Path | None) -> None:
+    """Race everything, write gpu.csv, print the table and put it into a page.
+
+    That is the named Markdown file, or :data:`PAGE` in a checkout. On a simulated GPU it is a rehearsal: the file is
+    gpu.rehearsal.csv, and no page is changed.
+
+    Raises:
+        ValueError: there is no GPU, or it is a simulated one and a page was to have its times.
     """
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU; --gpu-model estimates without one (docs/gpu.md)")
-    if simulated() and readme is not None:
-        raise ValueError("this GPU is simulated: its times are those of an interpreter and do not go into a README")
+    if simulated() and readme is not None:  # before the race, not after it
+        raise ValueError(f"this GPU is simulated: its times are those of an interpreter and do not go into {readme}")
     before, flush, found = _clocks(), _Flush(), []
     for case in cases("cuda", shapes, large=not simulated()):
         times = _times(case, rounds, flush)
         found.append((case, times))
         print(f"{case.op}, {case.size}, {case.dtype}: {median(times['pfl_ext']):.1f} us", file=sys.stderr, flush=True)
     about = {
-        "gpu": torch.cuda.get_device_name() + (" (SIMULATED: times mean nothing)" if simulated() else ""),
+        "gpu": torch.cuda.get_device_name() + (SIMULATED if simulated() else ""),
         "clocks_before": before,
         "clocks_after": _clocks(),
         "torch": torch.__version__,
         "commit": machine.commit() or "unknown",
     }
     rows = [row for case, times in found for row in _rows(case, times, about)]
-    path = report.results_folder(output) / f"{NAME}.csv"
+    path = report.results_folder(output) / f"{NAME}{'.rehearsal' if simulated() else ''}.csv"
     _write_rows(path, rows)
     print(f"wrote {path}", file=sys.stderr)
-    table = markdown(rows)
-    print(table, end="")
-    if readme is not None:
-        report.put_into(readme, NAME, table)
+    print(markdown(rows), end="")
+    page = readme if readme is not None else PAGE if PAGE.exists() and not simulated() else None
+    if page is not None:
+        publish(rows, page)
+        print(f"wrote the table into {page}", file=sys.stderr)
