@@ -110,6 +110,8 @@ def _options(value: type) -> list[str]:
 
 def _summary(module: ModuleType, name: str, value: Any) -> str:
     documented = inspect.getdoc(value) if _is_code(value) else "\n".join(_comment(name, value))
+    if not documented and isinstance(value, tuple):
+        return ", ".join(f"``{one}``" for one in value)
     first = re.split(r"\n\s*\n|(?<=(?<!al)\.)\s", (documented or "").strip(), maxsplit=1)[0]
     return " ".join(first.split()).rstrip(":")
 
