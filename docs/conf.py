@@ -54,4 +54,6 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+# It would fetch the pages found, which browsers do not do for a site that is opened from a disk.
+html_show_search_summary = False
 html_theme_options = {"top_of_page_buttons": [], "navigation_with_keys": True}

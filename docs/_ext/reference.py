@@ -110,7 +110,9 @@ def _options(value: type) -> list[str]:
 
 def _summary(module: ModuleType, name: str, value: Any) -> str:
     documented = inspect.getdoc(value) if _is_code(value) else "\n".join(_comment(name, value))
-    first = re.split(r"\n\s*\n|(?<=[.:])\s", (documented or "").strip(), maxsplit=1)[0]
+    if not documented and isinstance(value, tuple):
+        return ", ".join(f"``{one}``" for one in value)
+    first = re.split(r"\n\s*\n|(?<=(?<!al)\.)\s", (documented or "").strip(), maxsplit=1)[0]
     return " ".join(first.split()).rstrip(":")
 
 
@@ -200,10 +202,19 @@ def _option_table(app: Sphinx, what: str, name: str, value: Any, options: Any, l
         lines += ["And those of every method: :class:`~pfl_ext.federation.Method`.", ""]
 
 
-def _no_type_before_a_colon(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """napoleon takes what is before a colon in the first line of an attribute's docstring for its type."""
-    if what in ("attribute", "data", "property"):
-        lines.insert(0, "")
+_AS_WRITTEN: dict[str, list[str]] = {}
+
+
+def _kept(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Before napoleon, which takes what is before a colon in an attribute's docstring for its type."""
+    if what in ("attribute", "data", "property") and not any(line.endswith(":") for line in lines):
+        _AS_WRITTEN[name] = [*lines]
+
+
+def _brought_back(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """After it."""
+    if name in _AS_WRITTEN:
+        lines[:] = _AS_WRITTEN.pop(name)
 
 
 def _no_way_back(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
@@ -342,6 +353,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", _write)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-process-docstring", _option_table, priority=400)
-    app.connect("autodoc-process-docstring", _no_type_before_a_colon, priority=400)
+    app.connect("autodoc-process-docstring", _kept, priority=400)
+    app.connect("autodoc-process-docstring", _brought_back, priority=600)
     app.connect("html-page-context", _no_way_back)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

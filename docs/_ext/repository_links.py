@@ -48,6 +48,8 @@ def rewritten(text: str, folder: Path, page: Path) -> str:
             path = DOCS / "index.md"
         elif path.is_dir():
             return words if words.startswith("`") else f"{words} (`{name}/`)" if words != name else f"`{name}/`"
+        if words == Path(target).name and path.suffix == ".md":
+            words = ""  # its title
         return f"[{words}]({os.path.relpath(path, page.parent)}{anchor})"
 
     # Code is left alone: blocks, and what is in single backquotes as far as no link goes around it.
