@@ -109,10 +109,10 @@ def written(*lists: list[Tensor] | Prepared) -> None:
 def prepare(tensors: Iterable[Tensor]) -> Prepared:
     """Make a list ready to be given to ops many times: its tensors are looked at once, not in every call.
 
-    :func:`~pfl_ext.ops.proximal_sgd_step_`, :func:`~pfl_ext.ops.lwsam_perturb_`, :func:`~pfl_ext.ops.restore_` and
-    :meth:`StreamingAverage.add <pfl_ext.ops.StreamingAverage.add>` take less time for a prepared list, in particular
-    where it has many small tensors; any function that takes a list takes a prepared one. What they compute is the same
-    to the bit. Best if all lists of a call are prepared.
+    :func:`~pfl_ext.ops.proximal_sgd_step_`, :func:`~pfl_ext.ops.lwsam_perturb_`, :func:`~pfl_ext.ops.restore_`,
+    :func:`~pfl_ext.ops.weighted_average` and :meth:`StreamingAverage.add <pfl_ext.ops.StreamingAverage.add>` take less
+    time for a prepared list, in particular where it has many small tensors; any function that takes a list takes a
+    prepared one. What they compute is the same to the bit. Best if all lists of a call are prepared.
 
     The tensors stay what they are: they may be written, and ``x.data = ...`` and ``x.resize_`` are noticed at the next
     call. The list cannot be changed, and its tensors live as long as it does.

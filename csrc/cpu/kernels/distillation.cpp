@@ -106,8 +106,16 @@ struct Block {
   A* other;
   A* entropy;
   A* flat;
+  // The means of the teachers' logits of rows [means_begin, means_end), in the order of memory.
+  A* means;
+  int64_t means_begin = 0;
+  int64_t means_end = 0;
+  int64_t last = 0;  // the end of the rows of this call
 
   static constexpr int kBuffers = 6;
+  // Teachers are averaged over so many elements at a time. A row of 1000 is one page for each teacher, too short for
+  // the hardware to fetch ahead; and by fetch instructions one core asks for no more than 16 GB/s.
+  static constexpr int64_t kMeanElements = 4096;
 
   Block(const DistillationRows& rows, void* workspace)
       : r(rows),
@@ -121,6 +129,7 @@ struct Block {
     other = memory + 3 * vectors * kLanes;
     entropy = memory + 4 * vectors * kLanes;
     flat = memory + 5 * vectors * kLanes;
+    means = memory + kBuffers * vectors * kLanes;
   }
 
   // ---- memory ----
@@ -149,13 +158,10 @@ struct Block {
 
   const T* teacher(int64_t m) const { return static_cast<const T*>(r.teacher[m]); }
 
-  // The rows of the next block are fetched while this one is computed: a row is too short for the hardware to see that
-  // it will go on. Most of it while teachers are added up; the first four teachers and the student in the loop of the
-  // exponentials, or memory would rest meanwhile, a fifth of the time of 20 teachers.
-  bool has_next() const { return row + 2 * count <= r.rows; }
-
+  // While exponentials are computed memory would rest, a fifth of the time of 20 teachers: what the first teachers and
+  // the student hold next is fetched meanwhile, and the gradient's place.
   struct Ahead {
-    const T* of[6];  // teachers, the student, and the gradient of this row
+    const T* of[6];
     int reads;
     bool writes;
   };
@@ -163,12 +169,10 @@ struct Block {
   Ahead ahead() const {
     Ahead result{{}, 0, false};
     if (kTile) return result;
-    const int64_t at = (row + count) * classes;
-    if (has_next()) {
-      result.of[result.reads++] = static_cast<const T*>(r.student) + at;
-      if (r.teachers >= kGroup) {
-        for (int m = 0; m < kGroup; ++m) result.of[result.reads++] = teacher(m) + at;
-      }
+    if (row + 1 < last) result.of[result.reads++] = static_cast<const T*>(r.student) + (row + 1) * classes;
+    const int64_t next = row + (means_end - means_begin);  // of the next means
+    if (r.teachers >= kGroup && next < last) {
+      for (int m = 0; m < kGroup; ++m) result.of[result.reads++] = teacher(m) + next * classes;
     }
     result.writes = r.gradient != nullptr;
     if (result.writes) result.of[5] = static_cast<const T*>(r.gradient) + row * classes;
@@ -187,24 +191,13 @@ struct Block {
 
   // sum (+)= w . x for four teachers.
   template <bool kFirst>
-  static void add_four(const A* const* x, const T* const* next, const A* w, int64_t n, A* __restrict sum) {
+  static void add_four(const A* const* x, const A* w, int64_t n, A* __restrict sum) {
     const A* __restrict x0 = x[0];
     const A* __restrict x1 = x[1];
     const A* __restrict x2 = x[2];
     const A* __restrict x3 = x[3];
     const A w0 = w[0], w1 = w[1], w2 = w[2], w3 = w[3];
-    constexpr int kStep = 64 / sizeof(T);
-    int64_t i = 0;
-    for (; i + kStep <= n; i += kStep) {
-      if (kTile || !kFirst) {
-        for (int m = 0; m < 4; ++m) __builtin_prefetch(next[m] + i);
-      }
-      for (int l = 0; l < kStep; ++l) {
-        const A first = kFirst ? w0 * x0[i + l] : sum[i + l] + w0 * x0[i + l];
-        sum[i + l] = ((first + w1 * x1[i + l]) + w2 * x2[i + l]) + w3 * x3[i + l];
-      }
-    }
-    for (; i < n; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
       const A first = kFirst ? w0 * x0[i] : sum[i] + w0 * x0[i];
       sum[i] = ((first + w1 * x1[i]) + w2 * x2[i]) + w3 * x3[i];
     }
@@ -212,33 +205,45 @@ struct Block {
 
   // The mean of the teachers' logits: one teacher after another, products rounded before they are added.
   void load_mean(A* out) {
-    A* sum = kTile ? flat : out;
     if (r.teachers == 1) {
       load(teacher(0), out);
       return;
     }
-    constexpr int64_t kBlock = 1024;
+    if constexpr (kTile) {
+      average(row, count, flat);
+      arrange(flat, out, negative_infinity<A>());
+    } else {
+      if (row < means_begin || row >= means_end) {
+        const int64_t rows = classes < kMeanElements ? kMeanElements / classes : 1;
+        means_begin = row;
+        means_end = last - row < rows ? last : row + rows;
+        average(means_begin, means_end - means_begin, means);
+      }
+      arrange(means + (row - means_begin) * classes, out, negative_infinity<A>());
+    }
+  }
+
+  void average(int64_t first_row, int64_t rows, A* sum) {
+    constexpr int64_t kBlock = kTile ? 1024 : kMeanElements;
     alignas(64) A buffer[kIsAccumulateType<T> ? 1 : kGroup][kIsAccumulateType<T> ? 1 : kBlock];
-    const int64_t n = count * classes;
+    const int64_t n = rows * classes;
     for (int64_t begin = 0; begin < n; begin += kBlock) {
       const int64_t length = n - begin < kBlock ? n - begin : kBlock;
       A* __restrict s = sum + begin;
       for (int64_t first = 0; first < r.teachers; first += kGroup) {
         const A* x[kGroup] = {};
-        const T* next[kGroup] = {};
         A w[kGroup] = {};
         const int64_t group = r.teachers - first < kGroup ? r.teachers - first : kGroup;
         for (int64_t g = 0; g < group; ++g) {
-          const T* given = teacher(first + g) + row * classes + begin;
+          const T* given = teacher(first + g) + first_row * classes + begin;
           x[g] = as_accumulate(given, length, buffer[kIsAccumulateType<T> ? 0 : g]);
-          next[g] = given + (has_next() ? n : 0);
           w[g] = static_cast<A>(r.teacher_weights[first + g]);
         }
         if (group == kGroup) {
           if (first == 0) {
-            add_four<true>(x, next, w, length, s);
+            add_four<true>(x, w, length, s);
           } else {
-            add_four<false>(x, next, w, length, s);
+            add_four<false>(x, w, length, s);
           }
         } else {
           for (int64_t g = 0; g < group; ++g) {
@@ -253,7 +258,6 @@ struct Block {
         }
       }
     }
-    arrange(sum, out, negative_infinity<A>());
   }
 
   bool is_kept(int64_t i) const {
@@ -643,6 +647,7 @@ template <typename T, bool kTile>
 void run_blocks(const DistillationRows& rows, int64_t begin, int64_t end, void* workspace) {
   constexpr int64_t kStep = kTile ? kLanes : 1;
   Block<T, kTile> block(rows, workspace);
+  block.last = end;
   for (int64_t row = begin; row < end; row += kStep) block.run(row, end - row < kStep ? end - row : kStep);
 }
 
@@ -661,7 +666,10 @@ int64_t rows_at_once(int64_t classes) { return in_tiles(classes) ? kLanes : 1; }
 
 int64_t workspace(DType dtype, int64_t classes) {
   const int64_t vectors = in_tiles(classes) ? classes : (classes + kLanes - 1) / kLanes;
-  return Block<float, true>::kBuffers * vectors * kLanes * (dtype == DType::kFloat64 ? 8 : 4);
+  const int64_t means = in_tiles(classes)                              ? 0
+                        : classes < Block<float, false>::kMeanElements ? Block<float, false>::kMeanElements
+                                                                       : classes;
+  return (Block<float, true>::kBuffers * vectors * kLanes + means) * (dtype == DType::kFloat64 ? 8 : 4);
 }
 
 template <typename A>
