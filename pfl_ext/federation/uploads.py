@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ def outputs_of(model: WorkingModel, state: Tensor, data: Dataset, rows: Tensor) 
 
 class Here:
     """Vectors in this process's memory, or in files that it sees."""
+
+    def identity(self) -> dict[str, Any]:
+        """Nothing: the same bits wherever clients train."""
+        return {}
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""
