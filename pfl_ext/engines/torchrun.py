@@ -271,7 +271,9 @@ class Torchrun(Here):
         for error, _ in answers:
             _raise(error)
         self._asynchronous = plan.method.buffer is not None
-        self._eager = not self._asynchronous and not self._fast and ranks.size > 1
+        # On a CPU a thread beside the training takes its time from it: that pays where it hides a link, or a copy.
+        hides = ranks.size > 1 and not (ranks.together and plan.dataset.device.type == "cpu")
+        self._eager = hides and not self._asynchronous and not self._fast
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Send those that have changed, but for those that are an average as it was: all ranks have it."""
