@@ -310,15 +310,14 @@ def restored(
     Raises:
         FileNotFoundError: it has no checkpoint.
     """
-    of_run = experiment.settings.device
     here = dataclasses.replace(
         experiment,
-        settings=dataclasses.replace(experiment.settings, store="memory", device=device or of_run),
+        settings=dataclasses.replace(experiment.settings, store="memory", device=device or experiment.settings.device),
         engine=EngineOptions(engine="process"),
         partition_file=folder / "partition.safetensors",
     )
     federation = here.make(*here.make_data(), extra_tests={})  # none of them is needed
-    federation.read(folder, checkpoint, of_run)
+    federation.read(folder, checkpoint)
     return federation
 
 

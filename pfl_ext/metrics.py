@@ -233,12 +233,21 @@ def summarize(
             "weighted_mean": float((w * x).sum() / w.sum()),
             "std": variance**0.5,
             "variance": variance,
-            **dict(zip(_QUANTILES, np.quantile(ordered, list(_QUANTILES.values())).tolist(), strict=True)),
+            **dict(zip(_QUANTILES, _quantiles(ordered, np.array([*_QUANTILES.values()])).tolist(), strict=True)),
             "lowest5": float(ordered[:tail].mean()),
             "top5": float(ordered[-tail:].mean()),
             "count": len(x),
             "missing": missing,
         }
+
+
+def _quantiles(ordered: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """``np.quantile`` of values in order, to the bit; its first call imports numpy.ma, for 10 ms of a first round."""
+    place = shares * (len(ordered) - 1)
+    below = place.astype(np.int64)
+    t = place - below
+    a, b = ordered[below], ordered[np.minimum(below + 1, len(ordered) - 1)]
+    return np.where(t < 0.5, a + (b - a) * t, b - (b - a) * (1 - t))
 
 
 def _vector(name: str, values: Tensor | Sequence[float]) -> np.ndarray:

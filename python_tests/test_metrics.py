@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
-from pfl_ext.metrics import classification_metrics
+from pfl_ext.metrics import classification_metrics, summarize
 
 
 def auc_by_pairs(score: torch.Tensor, positive: torch.Tensor) -> float:
@@ -148,3 +149,14 @@ def test_metrics_of_few_samples_are_those_of_many(seed, monkeypatch):
 def test_a_class_out_of_range_is_refused_among_few_samples():
     with pytest.raises(ValueError, match=r"class numbers from 0 to 2, .* got 0 to 3"):
         classification_metrics(torch.zeros(2, 3), torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize("clients", [1, 2, 3, 5, 20, 41, 1000])
+def test_quantiles_over_clients_are_numpys_to_the_bit(clients: int) -> None:
+    values = np.random.default_rng(clients).normal(size=clients)
+    for some in (values, np.round(values), np.append(values, np.inf)):
+        found = summarize(some)
+        names = {"min": 0.0, "q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95, "max": 1.0}
+        with np.errstate(invalid="ignore"):
+            expected = np.quantile(some, list(names.values()))
+        np.testing.assert_array_equal([found[name] for name in names], expected)

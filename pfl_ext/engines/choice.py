@@ -37,7 +37,6 @@ class EngineOptions(Options):
         "exact",
         "how ranks average; fast: by an all-reduce, whose last bits depend on the number of ranks",
         choices=("exact", "fast"),
-        identity=False,
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ averages these in the order of the clients, by the fused op. The averaged slices
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from pfl_ext.federation import Here
 from pfl_ext.federation.mapped import RemoteTensor, opened
 from pfl_ext.federation.messages import Vector
 
-from .ranks import LostRank, Ranks, as_bytes
+from .ranks import LostRank, Ranks
 
 __all__ = ["Exchange"]
 
@@ -29,8 +30,9 @@ _NOTHING = (-1, 0, 0)
 class Exchange:
     """A rank's part in the averages.
 
-    Uploads go on their way in a thread, one after the other, while the rank goes on training: a collective for each
-    in which every rank has an upload of its own, or none if it has no more.
+    Over a link, uploads go on their way in a thread, one after the other, while the rank goes on training: a collective
+    for each in which every rank has an upload of its own, or none if it has no more. Between ranks of one machine there
+    is no link to wait for, and what such a thread takes is taken from the training: they go when they are averaged.
 
     Args:
         ranks: all of them.
@@ -102,23 +104,36 @@ class Exchange:
                 return
             self._step(None if item is None else item[1], heads)
 
+    def bring(self, vectors: Sequence[RemoteTensor], own: Callable[[int], Tensor]) -> None:
+        """Exchange vectors that all ranks know to be next, now.
+
+        Args:
+            vectors: of all ranks.
+            own: gives one of this rank's by its number.
+        """
+        by_rank = [[vector for vector in vectors if vector.rank == rank] for rank in range(self._ranks.size)]
+        for step in itertools.zip_longest(*by_rank):
+            mine = step[self._ranks.rank]
+            heads = [_NOTHING if v is None else (v.number, v.numel(), _TYPES.index(v.dtype)) for v in step]
+            self._step(None if mine is None else own(mine.number), heads)
+
     def _step(self, vector: Tensor | None, heads: Sequence[Sequence[int]]) -> None:
         """One upload of each rank, or none of some."""
         me = self._ranks.rank
-        own = torch.empty(0, device=self._device) if vector is None else vector.contiguous()
-        sizes = [(end - begin) * own.element_size() for begin, end in self._bounds(own.numel())]
-        types = [_TYPES[code] for _, _, code in heads]
-        counts = [end - begin for begin, end in (self._bounds(numel)[me] for _, numel, _ in heads)]
-        coming = [count * dtype.itemsize for count, dtype in zip(counts, types, strict=True)]
-        parts = self._ranks.exchange(as_bytes(own), sizes, coming).split(coming)
+        own = torch.empty(0, device=self._device) if vector is None else vector.contiguous().view(-1)
+        parts = [own[begin:end] for begin, end in self._bounds(own.numel())]
+        into = []
+        for rank, (_, numel, code) in enumerate(heads):
+            begin, end = self._bounds(0 if rank == me else numel)[me]
+            into.append(torch.empty(end - begin, dtype=_TYPES[code], device=self._device))
+        slice_here, parts[me] = parts[me], parts[me][:0]
+        self._ranks.exchange(parts, into)
+        into[me] = slice_here  # the upload itself is here for as long
         for rank, (number, _, _) in enumerate(heads):
             if number >= 0:
-                # A copy: all that came together would stay for as long as one of the slices, and it may begin at an
-                # address that its type does not have.
-                part = parts[rank].clone().view(types[rank])
-                if part.is_cuda:  # it is read on another stream than it was made on
-                    part.record_stream(torch.cuda.default_stream(self._device))
-                self._slices[rank, number] = self._keep(part, f"slice-{rank}-{number}")
+                if into[rank].is_cuda:  # it is read on another stream than it was made on
+                    into[rank].record_stream(torch.cuda.default_stream(self._device))
+                self._slices[rank, number] = self._keep(into[rank], f"slice-{rank}-{number}")
 
     def _bounds(self, size: int) -> list[tuple[int, int]]:
         """Where each rank's slice of so many numbers begins and ends."""

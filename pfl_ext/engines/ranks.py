@@ -94,6 +94,7 @@ class Ranks:
         sent: bytes that this rank has sent, by kind of message.
         uplink: the connections of the uploads.
         gpus: whether each rank of this machine can have a GPU of its own.
+        together: whether all ranks are on this machine.
         busy: whether rank 0 waits for an answer.
         broken: whether a rank was lost, or the job is over.
     """
@@ -106,6 +107,7 @@ class Ranks:
         self._store, self._over = store, threading.Event()
         self.uplink: Any = None
         self.gpus = self.busy = self.broken = False
+        self.together = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size
 
     @classmethod
     def join(cls) -> Ranks:
@@ -217,20 +219,19 @@ class Ranks:
         found: list[list[int]] = every.view(self.size, -1).tolist()
         return found
 
-    def exchange(self, parts: Tensor, sizes: Sequence[int], coming: Sequence[int]) -> Tensor:
-        """Bytes of ``parts``, so many for each rank; gives what each rank has for this one."""
-        found = torch.empty(sum(coming), dtype=torch.uint8, device=parts.device)
+    def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """A part for each rank, on the connections of the uploads; ``into`` takes what each rank has for this one."""
         with self._answered():
-            self._all_to_all(list(found.split(list(coming))), list(parts.split(list(sizes))), self.uplink)
-        self.count("uploads", sum(sizes) - sizes[self.rank])
-        return found
+            self._all_to_all([as_bytes(x) for x in into], [as_bytes(x) for x in parts], self.uplink)
+        self.count("uploads", sum(part.nbytes for part in parts) - parts[self.rank].nbytes)
 
     def _all_to_all(self, into: list[Tensor], parts: list[Tensor], group: Any) -> None:
         """Part r to rank r, for all at once."""
         if into[0].device.type != "cpu":
             dist.all_to_all(into, parts, group=group)
             return
-        into[self.rank].copy_(parts[self.rank])
+        if len(into[self.rank]):
+            into[self.rank].copy_(parts[self.rank])
         others = [r for r in range(self.size) if r != self.rank]
         # All that is received is asked for before anything is sent. Gloo's own all-to-all sends first, and what tells
         # the other side that it may send waits behind that: over a link of 20 Mbit/s it took twice as long.

@@ -190,19 +190,15 @@ class Site:
             own = [(self._vectors[v.number], w / total) for v, w in pairs if v.rank == mine]
             found = self.exchange.fast_average([v for v, _ in own], [w for _, w in own], vectors[0])
         else:
-            if not all(map(self.exchange.arrived, vectors)):  # they were not expected to be averaged
-                self.exchange.begin()
-                for v in vectors:
-                    if v.rank == mine and not self.exchange.arrived(v):
-                        self.exchange.put(v.number, opened(self._vectors[v.number]))
-                self.exchange.end()
-                self.exchange.wait()
+            coming = [v for v in vectors if not self.exchange.arrived(v)]
+            self.exchange.bring(coming, lambda number: opened(self._vectors[number]))
             found = self.exchange.average(vectors, weights, normalize)
         self.averages[number] = found
         return found
 
     def publish(self, vectors: Sequence[Published], server: Mapping[str, Tensor] | None) -> None:
         """Take over the server's vectors, which rank 0 has."""
+        self.exchange.wait()  # two collectives of NCCL at a time may wait for each other
         found: dict[str, Tensor] = {}
         for name, shape, dtype, known in vectors:
             if server is not None:

@@ -119,7 +119,7 @@ Answer: TypeAlias = tuple[Exception | None, Any]
 def _started(ranks: Ranks, plan: Plan, clients: Sequence[int]) -> tuple[Answer, Site | None]:
     try:
         device = torch.device(plan.settings.device)
-        _check_device(device, ranks)
+        _check_device(plan.settings.device, ranks)
         tests = {name: [(data.to(device), rows) for data, rows in parts] for name, parts in plan.tests.items()}
         public = None if plan.public is None else plan.public.to(device)
         here = dataclasses.replace(
@@ -174,12 +174,17 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _check_device(device: torch.device, ranks: Ranks) -> None:
-    if device.type == "cuda" and not ranks.gpus:
+def _check_device(name: str, ranks: Ranks) -> None:
+    device = torch.device(name)
+    if device.type != "cuda":
+        return
+    if not ranks.gpus:
         raise ValueError(
             f"device is {device}, and this machine has {torch.cuda.device_count()} GPUs: a rank needs one of its own. "
             "Start as many ranks as there are GPUs (--nproc-per-node), or use device=cpu"
         )
+    if device.index is not None and ranks.size > 1:
+        raise ValueError(f"device is {device}, and each of {ranks.size} ranks has a GPU of its own: use device=cuda")
 
 
 # ---- rank 0 ----------------------------------------------------------------------------------------------------------
@@ -242,12 +247,16 @@ class Torchrun(Here):
             _raise(error)
         return [answers[rank][1] for rank in asked]
 
+    def identity(self) -> dict[str, Any]:
+        """Of a fast average that it is one, and on how many ranks."""
+        return {"reduction": f"fast, on {self._ranks.size} ranks"} if self._fast else {}
+
     # ---- clients' turns ------------------------------------------------------------------------------------------
 
     def start(self, plan: Plan) -> None:
         """Deal the clients, and give each rank what it needs of them."""
         ranks = self._ranks
-        _check_device(plan.dataset.device, ranks)
+        _check_device(plan.settings.device, ranks)
         kept = plan.kept()
         size = plan.dataset.nbytes
         self._free = not kept and size <= _WHOLE_DATA and ranks.size > 1
@@ -270,7 +279,9 @@ class Torchrun(Here):
         for error, _ in answers:
             _raise(error)
         self._asynchronous = plan.method.buffer is not None
-        self._eager = not self._asynchronous and not self._fast and ranks.size > 1
+        # On a CPU a thread beside the training takes its time from it: that pays where it hides a link, or a copy.
+        hides = ranks.size > 1 and not (ranks.together and plan.dataset.device.type == "cpu")
+        self._eager = hides and not self._asynchronous and not self._fast
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Send those that have changed, but for those that are an average as it was: all ranks have it."""

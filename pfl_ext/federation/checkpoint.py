@@ -12,7 +12,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +266,7 @@ def newest(folder: Path, identity: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def _newest(
-    folder: Path, identity: Mapping[str, Any], only: Path | None = None
+    folder: Path, identity: Mapping[str, Any], only: Path | None = None, whatever: Collection[str] = ()
 ) -> tuple[Path, dict[str, Any], dict[str, Tensor]] | None:
     paths = _all(folder) if only is None else [only]
     for path in paths:
@@ -278,7 +278,8 @@ def _newest(
             warnings.warn(f"{error}; the checkpoint before it is tried", RuntimeWarning, stacklevel=3)
             continue
         ours, theirs = json.loads(json.dumps(identity)), content["identity"]
-        differing = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+        compared = sorted((ours.keys() | theirs.keys()) - set(whatever))
+        differing = [key for key in compared if ours.get(key) != theirs.get(key)]
         if differing:
             raise ForeignCheckpoint(
                 f"{path} is of another run; they differ in "
@@ -347,9 +348,14 @@ class Checkpoints:
         self._remember(save(self.folder, step, self.identity, state, tensors, shards, self._is_good))
         self._saved_at = time.monotonic()
 
-    def newest(self, only: Path | None = None) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """State and tensors of the newest good one, or of that one; see :func:`newest`."""
-        found = _newest(self.folder, self.identity, only)
+    def newest(
+        self, only: Path | None = None, whatever: Collection[str] = ()
+    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """State and tensors of the newest good one, or of that one, whatever some of the identity are there.
+
+        See :func:`newest`.
+        """
+        found = _newest(self.folder, self.identity, only, whatever)
         if found is None:
             return None
         self._remember(found[0])

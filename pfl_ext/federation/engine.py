@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +31,11 @@ class Engine(VectorAccess, Protocol):
     def turns(self) -> Turns:
         """How far it is within a round, as far as it counts (`Turns.begin` and `Turns.end` in :meth:`run`)."""
 
+    def identity(self) -> dict[str, Any]:
+        """What of it has an influence on what models become, if anything has: a part of the run's identity."""
+
     def start(self, plan: Plan) -> None:
-        """Make clients' runtimes, each client with its initial vectors. Called once, before all others."""
+        """Make clients' runtimes, each client with its initial vectors. Called once, before all but ``identity``."""
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Make the server's vectors visible to the requests that follow."""

@@ -105,7 +105,7 @@ class Federation:
         kind: type[Synchronous | Asynchronous] = Synchronous if method.buffer is None else Asynchronous
         samples, clock = [len(rows) for rows in partition.train], clock_of(s, partition.clients, s.seed)
         rounds = kind(method, s, self.server, self.engine, samples, clock)
-        self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds)
+        self.identity = identity_of(method, self.task, s, self.dataset, partition, self.server, rounds, self.engine)
         for model in self.server.models:
             check_batch(self.task, model, self.dataset, partition)
         method.set_up(self.server)
@@ -318,16 +318,17 @@ class Federation:
         if self._state.personalized and self.round < self.settings.rounds:
             raise ValueError("the saved run has personalised its clients already; it cannot be given more rounds")
 
-    def read(self, folder: Path | str, checkpoint: Path | None = None, device: str | None = None) -> None:
+    def read(self, folder: Path | str, checkpoint: Path | None = None) -> None:
         """Take over what the newest good checkpoint of a run's folder holds, to look at it; nothing there changes.
+
+        What is only looked at may be looked at anywhere: on another device, and in one process.
 
         Args:
             folder: the run's.
             checkpoint: that one of the folder in place of the newest.
-            device: that of the run, where it is not this one's: what is only looked at may be looked at anywhere.
         """
-        identity = self.identity | {"device": device or self.settings.device}
-        found = Checkpoints(Path(folder) / "checkpoints", identity).newest(checkpoint)
+        saved = Checkpoints(Path(folder) / "checkpoints", self.identity)
+        found = saved.newest(checkpoint, whatever=("device", "reduction"))
         if found is None:
             raise FileNotFoundError(f"{folder} has no checkpoint")
         self._restore(*found)

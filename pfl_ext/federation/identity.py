@@ -8,6 +8,7 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.data.nests import mapped
 from pfl_ext.tasks import Task
 
+from .engine import Engine
 from .method import Method
 from .rounds import Rounds
 from .server import Server
@@ -24,11 +25,12 @@ def identity_of(
     partition: Partition,
     server: Server,
     rounds: Rounds,
+    engine: Engine,
 ) -> dict[str, Any]:
     """Everything that has an influence on what models become, as JSON has it.
 
     Args:
-        method, task, settings, dataset, partition, rounds: the run's.
+        method, task, settings, dataset, partition, rounds, engine: the run's.
         server: before the method has set it up: its working model has the initial weights. A checkpoint has none of
             what is frozen, nor of what no client has changed.
     """
@@ -48,6 +50,7 @@ def identity_of(
         **({} if models is None else {"networks": list(server.networks)}),
         **settings.identity(),
         **rounds.identity(),
+        **engine.identity(),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -63,6 +63,10 @@ class Here:
     def turns(self) -> Turns:
         """How far it is with clients' turns: for an engine to count, and a display to show."""
         return Turns()
+
+    def identity(self) -> dict[str, Any]:
+        """Nothing: the same bits wherever clients train."""
+        return {}
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
         """As :class:`VectorAccess` says; of files in pieces, as they may be more than memory holds."""

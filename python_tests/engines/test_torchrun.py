@@ -8,25 +8,27 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kills import differences
-from ranks_process import federation, outcome
+from ranks_process import SWEEP, federation, outcome
 
 from pfl_ext.algorithms import METHODS, Ditto
 from pfl_ext.cli import main
 from pfl_ext.data import PARTITIONERS, load
 from pfl_ext.engines import EngineOptions, InProcess, make_engine
+from pfl_ext.engines.ranks import Ranks
 from pfl_ext.engines.site import portion
-from pfl_ext.engines.torchrun import dealt
-from pfl_ext.federation import DamagedCheckpoint, Plan, Settings, checkpoint, stream
+from pfl_ext.engines.torchrun import _check_device, dealt
+from pfl_ext.federation import DamagedCheckpoint, ForeignCheckpoint, Plan, Settings, checkpoint, stream
 from pfl_ext.federation.interruption import interruptible
 from pfl_ext.tasks import Classification
 
@@ -42,10 +44,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts torchrun with some ranks, and ends what is left of them."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(ranks: int, *command: object, restarts: int = 0, **variables: str) -> subprocess.Popen[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    def start(
+        ranks: int, *command: object, restarts: int = 0, among: Sequence[object] = ("--standalone",), **variables: str
+    ) -> subprocess.Popen[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *among]
         process = subprocess.Popen(
-            [*torchrun, "--max-restarts", str(restarts), *map(str, command)],
+            [*map(str, torchrun), "--max-restarts", str(restarts), *map(str, command)],
             cwd=tmp_path,  # not the tree's: the installed package is what runs
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT), **variables},
             stdout=subprocess.PIPE,
@@ -58,24 +62,37 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield start
     for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # Each rank is in a session of its own; one that was stopped would stay for ever.
+        ranks = list(_ranks(process.pid).values()) if process.poll() is None else []
+        for group in (process.pid, *ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
         process.wait()
 
 
 @pytest.fixture
 def answers(start: Start, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What came of scenarios of ``ranks_process.py``."""
+    """What came of scenarios of ``ranks_process.py``: on so many ranks of one machine, or of each of several nodes."""
 
-    def answers(ranks: int, *scenarios: str) -> dict[str, Any]:
+    def answers(ranks: int | tuple[int, ...], *scenarios: str) -> dict[str, Any]:
         answer = tmp_path / "answer.json"
-        process = start(ranks, SUPPORT / "ranks_process.py", answer, tmp_path, *scenarios)
-        output, _ = process.communicate(timeout=_LIMIT)
-        assert process.returncode == 0, output
+        command = (SUPPORT / "ranks_process.py", answer, tmp_path, *scenarios)
+        for process in [start(ranks, *command)] if isinstance(ranks, int) else _on_nodes(start, ranks, *command):
+            output, _ = process.communicate(timeout=_LIMIT)
+            assert process.returncode == 0, output
         found: dict[str, Any] = json.loads(answer.read_text())
         return found
 
     return answers
+
+
+def _on_nodes(start: Start, ranks: Sequence[int], *command: object) -> list[subprocess.Popen[str]]:
+    """A torchrun for each node, with so many ranks."""
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        port = server.getsockname()[1]
+    meet = ("--nnodes", len(ranks), "--master-addr", "localhost", "--master-port", port, "--node-rank")
+    return [start(count, *command, among=(*meet, node)) for node, count in enumerate(ranks)]
 
 
 def _run(folder: Path, method: str = "ditto", **options: object) -> list[str]:
@@ -118,10 +135,10 @@ def test_every_method_gives_the_bits_of_one_process_on_two_ranks(answers: Callab
     assert found == dict.fromkeys(METHODS, True)
 
 
-def test_three_ranks_with_uneven_clients_stores_protocols_and_faults_are_as_one_process(
+def test_three_ranks_on_two_nodes_with_uneven_clients_stores_protocols_faults_and_a_sweep_are_as_one_process(
     answers: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    found = answers(3, "stores_and_protocols", "networks", "faults_of_clients", "saved", "fast")
+    found = answers((2, 1), "stores_and_protocols", "networks", "faults_of_clients", "saved", "fast", "sweep")
     assert all(found["stores_and_protocols"].values()) and all(found["networks"].values()), found
     faults = found["faults_of_clients"]
     assert faults["dropped"] and faults["after"], faults
@@ -129,7 +146,10 @@ def test_three_ranks_with_uneven_clients_stores_protocols_and_faults_are_as_one_
     assert faults["raise"][:2] == ["ZeroDivisionError", "a fault in the method"]
     assert re.match(r"at rank \d:\nTraceback .*in train", faults["raise"][2], re.DOTALL) or faults["raise"][2] == "None"
     _check_traffic(found["fast"])
+    _check_identity(found["fast"], tmp_path)
     _check_saved(found["saved"], tmp_path)
+    assert found["sweep"] == 0 and main([*SWEEP, "--output", str(tmp_path / "one")]) == 0
+    assert _check_comparison(tmp_path / "one", tmp_path / "sweep", "sweep.csv") == 3
 
 
 def _check_traffic(found: dict[str, Any]) -> None:
@@ -146,6 +166,28 @@ def _check_traffic(found: dict[str, Any]) -> None:
     assert 5 * 2 * model / 3 * 0.95 < total <= 5 * 2 * slice_size
     # Five terms of rounding 2 ** -24 each in three rounds, which training amplifies a little.
     assert 0 <= found["apart"] < 1e-4 * found["largest"]
+
+
+def _check_comparison(one: Path, other: Path, table: str) -> int:
+    """Two folders of several runs hold the same; how many runs that are."""
+    # The last column is the time that a round took.
+    first, second = ((folder / table).read_text().splitlines() for folder in (one, other))
+    assert [line.rpartition(",")[0] for line in first] == [line.rpartition(",")[0] for line in second]
+    runs = [path.parent.relative_to(one) for path in sorted(one.rglob("metrics.jsonl"))]
+    assert all(differences(one / run, other / run) == [] for run in runs)
+    return len(runs)
+
+
+def _check_identity(found: dict[str, Any], folder: Path) -> None:
+    """A run goes on with the reduction that it began with; fast ones, on as many ranks."""
+    assert "reduction: None there, 'fast, on 3 ranks' here" in found["exact refused"]
+    assert "reduction: 'fast, on 3 ranks' there, None here" in found["fast refused"]
+    assert found["rounds"] == [4]
+    with pytest.raises(ForeignCheckpoint, match="reduction: 'fast, on 3 ranks' there, None here"):
+        federation("fedavg", InProcess(), Settings(rounds=4), folder=folder / "fast", resume=True)
+    looked_at = federation("fedavg", InProcess(), Settings(rounds=4))
+    looked_at.read(folder / "fast")
+    assert looked_at.round == 4
 
 
 def _check_saved(found: dict[str, Any], folder: Path) -> None:
@@ -212,6 +254,46 @@ def test_options_choose_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="workers is 2 under torchrun"):
         make_engine(EngineOptions(workers=2))
     assert isinstance(make_engine(EngineOptions(engine="process")), InProcess)
+
+
+# ---- GPUs: NCCL cannot run here; what a rank decides before it can --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local", "backend", "taken"),
+    [(2, (2, 1), "cpu:gloo,cuda:nccl", [1]), (4, (2, 0), "cpu:gloo,cuda:nccl", [0]), (1, (2, 1), "gloo", [])],
+)
+def test_a_rank_takes_the_gpu_of_its_number_where_there_is_one_for_each(
+    gpus: int, local: tuple[int, int], backend: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    backends: list[str] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local[0]))
+    monkeypatch.setenv("LOCAL_RANK", str(local[1]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: backends.append(name))
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend, **more: backends.append(backend))
+    store = torch.distributed.HashStore()
+    ranks = Ranks(store, rank=local[1], size=4, of_job=store)
+    ranks._connect()
+    assert (found, backends, ranks.gpus) == (taken, [backend, backend], bool(taken))
+
+
+def test_a_device_that_ranks_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    store = torch.distributed.HashStore()
+    ranks = Ranks(store, rank=0, size=2, of_job=store)
+    _check_device("cpu", ranks)
+    with pytest.raises(ValueError, match=r"device is cuda, and this machine has 1 GPUs: a rank needs one of its own"):
+        _check_device("cuda", ranks)
+    ranks.gpus = True
+    _check_device("cuda", ranks)
+    with pytest.raises(
+        ValueError, match=r"device is cuda:1, and each of 2 ranks has a GPU of its own: use device=cuda"
+    ):
+        _check_device("cuda:1", ranks)
 
 
 # ---- checkpoints in parts --------------------------------------------------------------------------------------------
@@ -328,11 +410,7 @@ def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to
     os.kill(_ranks(process.pid)[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=_LIMIT)
     assert process.returncode == 0 and output.count("results in") == 1, output  # rank 0 alone speaks
-    # The last column is the time that a round took.
-    one, two = ((tmp_path / name / "comparison.csv").read_text().splitlines() for name in ("one", "two"))
-    assert [line.rpartition(",")[0] for line in one] == [line.rpartition(",")[0] for line in two]
-    for run in ("fedavg-seed0", "ditto-seed0"):
-        assert differences(tmp_path / "one" / run, tmp_path / "two" / run) == []
+    assert _check_comparison(tmp_path / "one", tmp_path / "two", "comparison.csv") == 2
 
 
 def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start: Start, tmp_path: Path) -> None:
@@ -346,11 +424,13 @@ def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start:
 
 
 def test_a_rank_that_cannot_take_part_in_an_average_ends_the_job_and_says_why(start: Start, tmp_path: Path) -> None:
-    process = start(2, SUPPORT / "ranks_process.py", tmp_path / "answer.json", tmp_path, "full_disk")
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
-    told = r"rank 1 cannot go on, nor can the others without it: \[Errno 28\] No space left on device: '/scratch/slice'"
-    assert re.search(told, output), output
+    # Uploads go on their way beside the training where ranks are on several nodes, else when they are averaged.
+    scenario = (SUPPORT / "ranks_process.py", tmp_path / "answer.json", tmp_path, "full_disk")
+    for torchruns in ([start(2, *scenario)], _on_nodes(start, (1, 1), *scenario)):
+        output = "".join(process.communicate(timeout=60)[0] for process in torchruns)
+        assert all(process.returncode != 0 for process in torchruns)
+        told = r"rank 1 cannot go on, nor can the others without it: \[Errno 28\] No space left on device"
+        assert re.search(told, output), output
 
 
 def test_a_rank_that_hangs_is_named(start: Start, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from pfl_ext.algorithms import METHODS, FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition
-from pfl_ext.federation import Federation, Record, Settings
-from pfl_ext.flower import FusedFedAvg, GridEngine, client_app, write_arrays
+from pfl_ext.federation import Federation, Record, Settings, stream
+from pfl_ext.flower import FusedFedAvg, GridEngine, client_app, server_app, write_arrays
 from pfl_ext.flower.grid import ArrivingGrid
 from pfl_ext.flower.parts import Given
 from pfl_ext.nn import Networks
@@ -93,6 +93,8 @@ def _given(name: str) -> Given:
         return Given(METHODS[NETWORKS[name]](**quick), networks, Settings(**settings | {"seed": 9}), whole)
     if name == "resumed":
         return Given(METHODS["ditto"](**quick), network, Settings(rounds=4, seed=8, checkpoint_every=1), whole)
+    if name == "own data":
+        return Given(METHODS["ditto"](**quick), network, Settings(**settings | {"seed": 9}), _nobody)
     return Given(METHODS[name](**{**quick, **SHORT.get(name, {})}), network, Settings(**settings), whole)
 
 
@@ -107,6 +109,35 @@ def federation(name: str, **more: Any) -> Federation:
 def history(records: Sequence[Record]) -> str:
     """Everything that records say but times."""
     return json.dumps([{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records])
+
+
+# ---- nodes with data of their own ------------------------------------------------------------------------------------
+
+
+def of_node(client: int) -> tuple[Dataset, Partition]:
+    """What a node has, as a function of a user's loads it: ten to fifteen of the points, cut for one client."""
+    data = whole()[0].subset(torch.arange(20 * client, 20 * client + 10 + client))
+    return data, PARTITIONERS["iid"](data, 1, generator=stream(9, "partition", client))
+
+
+def own_data(context: Context) -> Dataset | tuple[Dataset, Partition]:
+    """Half of the nodes leave it to the app to cut their data."""
+    client = int(context.node_config["partition-id"])
+    return of_node(client) if client % 2 else of_node(client)[0]
+
+
+def together() -> tuple[Dataset, Partition]:
+    """The same samples in one place."""
+    parts: dict[str, tuple[Tensor, ...]] = {
+        name: tuple(getattr(of_node(k)[1], name)[0] + 20 * k for k in range(CLIENTS))
+        for name in ("train", "validation", "test")
+    }
+    nothing = torch.empty(0, dtype=torch.int64)
+    return whole()[0], Partition(**parts, server=nothing, global_test=nothing)
+
+
+def _nobody() -> tuple[Dataset, Partition]:
+    raise AssertionError("nodes have data of their own, and the run's were asked for")
 
 
 RUNS = (*METHODS, *NETWORKS, "buffers", "server buffers", "until arrival")
@@ -204,12 +235,22 @@ FAULTS: dict[str, Callable[[Message], None]] = {
 
 # ---- the apps --------------------------------------------------------------------------------------------------------
 
-NAMES = {given(name).parts({}).run: name for name in (*RUNS, *(f"fault:{how}" for how in FAULTS), "resumed")}
+NAMES = {
+    given(name).parts({}).run: name for name in (*RUNS, *(f"fault:{how}" for how in FAULTS), "resumed", "own data")
+}
 
 
 def _client_of(name: str) -> ClientApp:
     run = given(name)
-    return client_app(run.method, network=run.network, settings=run.settings, data=run.data, auxiliary=run.auxiliary)
+    own = own_data if name == "own data" else None
+    return client_app(
+        run.method,
+        network=run.network,
+        settings=run.settings,
+        data=run.data,
+        auxiliary=run.auxiliary,
+        own_data=own,
+    )
 
 
 def route(message: Message, context: Context) -> Message:
@@ -337,6 +378,11 @@ def main(folder: Path) -> None:
                 engine.timeout = 60.0
             found[f"fault:{how}"] = [first.get("dropped"), [r.get("dropped") for r in rounds], history([first])]
         found["resumed"] = _interrupted(grid, folder)
+        own = given("own data")
+        app = server_app(
+            own.method, network=own.network, settings=own.settings, data=own.data, folder=folder / "own data"
+        )
+        app(grid, Context(0, 0, {}, RecordDict(), {"partition.clients": CLIENTS}))
         try:
             GridEngine(grid, "other", timeout=60, wait=0.1).gather(CLIENTS + 1)
         except TimeoutError as error:

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
 
 from flower_deployment import Deployment, deployment
+from PIL import Image
 from safetensors.torch import load_file
 
 from pfl_ext.data import Dataset, Partition
@@ -24,22 +25,33 @@ from pfl_ext.reports import read_config
 
 NODES = 2
 OPTIONS = ["--clients", "2", "--rounds", "2", "--lr", "0.1", "--network", "mlp", "--checkpoint-every", "1"]
+GREY = (0.5, 0.5, 0.5)
+OWN = [*OPTIONS, "--data-mean", "0.5,0.5,0.5", "--data-std", "0.5,0.5,0.5"]  # each node would have a mean of its own
+CLASSES = ("healthy", "ill")
 
 
 def _write_clinics(folder: Path) -> None:
-    """Data of two clinics, each in a file of its own."""
+    """Images of two clinics: an archive of the one, a folder of the other."""
     random = np.random.default_rng(0)
-    for k in range(NODES):
-        x = random.normal(size=(30, 5)).astype("float32")
-        y = (x[:, k] > 0).astype("int64")
-        np.savez(folder / f"clinic{k}.npz", x_train=x[:20], y_train=y[:20], x_test=x[20:], y_test=y[20:])
+    x = random.integers(0, 256, size=(NODES, 30, 6, 6, 3), dtype=np.uint8)
+    y = (x.mean(axis=(2, 3, 4)) > 127).astype("int64")
+    one = {"x_train": x[0, :20], "y_train": y[0, :20], "x_test": x[0, 20:], "y_test": y[0, 20:]}
+    np.savez(folder / "clinic0.npz", **one, classes=np.array(CLASSES))
+    for i, (image, label) in enumerate(zip(x[1], y[1], strict=True)):
+        place = folder / "clinic1" / ("train" if i < 20 else "test") / CLASSES[label]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place / f"{i:02}.png")
+
+
+def _source(folder: Path, number: int) -> str:
+    return (f"npz:{folder}/clinic0.npz", f"folder:{folder}/clinic1")[number]
 
 
 def _together(folder: Path, experiment: Experiment) -> tuple[Dataset, Partition]:
     """The same samples in one place, each clinic with the split that its node makes."""
     from pfl_ext.data import PARTITIONERS, load
 
-    sets = [load(f"npz:{folder}/clinic{k}.npz") for k in range(NODES)]
+    sets = [load(_source(folder, k)) for k in range(NODES)]
     own = [
         PARTITIONERS["iid"](data, 1, generator=stream(experiment.settings.seed, "partition", k))
         for k, data in enumerate(sets)
@@ -51,7 +63,7 @@ def _together(folder: Path, experiment: Experiment) -> tuple[Dataset, Partition]
         torch.cat([data.targets for data in sets]),
         sets[0].classes,
         torch.cat([data.is_test for data in sets]),
-    )
+    ).normalised(GREY, GREY)
     parts = {
         name: tuple(getattr(cut, name)[0] + first for cut, first in zip(own, begin, strict=True))
         for name in ("train", "validation", "test")
@@ -66,9 +78,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _start(run: Deployment, number: int) -> None:
-    run.node(
-        f"node{number}", f'client={number} data="npz:{run.folder}/clinic{number}.npz" state="{run.folder}/{number}"'
-    )
+    run.node(f"node{number}", f'client={number} data="{_source(run.folder, number)}" state="{run.folder}/{number}"')
 
 
 def test_nodes_with_their_own_data_and_a_superlink_that_is_killed_give_the_bits_of_an_unbroken_run_in_one_process(
@@ -76,7 +86,7 @@ def test_nodes_with_their_own_data_and_a_superlink_that_is_killed_give_the_bits_
 ) -> None:
     _write_clinics(tmp_path)
     with deployment(tmp_path, flower_environment) as run:
-        run.run("pfl-ext", "flower", "new", "app", "ditto", *OPTIONS)
+        run.run("pfl-ext", "flower", "new", "app", "ditto", *OWN)
         run.superlink()
         for k in range(NODES):
             _start(run, k)
@@ -135,7 +145,7 @@ def test_a_node_that_is_killed_is_left_out_and_takes_part_again_when_it_is_back(
 ) -> None:
     _write_clinics(tmp_path)
     with deployment(tmp_path, flower_environment) as run:
-        run.run("pfl-ext", "flower", "new", "app", "ditto", *OPTIONS)
+        run.run("pfl-ext", "flower", "new", "app", "ditto", *OWN)
         run.superlink()
         for k in range(NODES):
             _start(run, k)

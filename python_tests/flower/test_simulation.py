@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
 
 from pfl_ext.algorithms import METHODS
-from pfl_ext.federation import Diverged, InProcess, Reply, Request
+from pfl_ext.federation import Diverged, Federation, InProcess, Reply, Request, checkpoint
 
 FAULTS = ("raises", "late", "nan", "shape", "name", "dtype", "pickle", "claim", "json")
 
@@ -25,6 +25,18 @@ def test_a_simulation_gives_the_bits_of_one_process(name: str, simulated: Any) -
     expected |= {f"clients/{key}": x for key, x in run.engine.state().items()}
     for key, tensor in expected.items():
         assert torch.equal(simulated.tensors[f"{name}/{key}"], tensor), key
+
+
+def test_nodes_whose_data_a_function_loads_give_the_bits_of_one_process_on_the_same_samples(simulated: Any) -> None:
+    run = simulated.code.given("own data")
+    dataset, partition = simulated.code.together()
+    whole = Federation(run.method, run.network(dataset), dataset, partition, run.settings)
+    whole.run()
+    (path,) = (simulated.folder / "own data/checkpoints").iterdir()
+    _, state, tensors = checkpoint.load(path)
+    assert state["round"] == 2
+    server = {key.removeprefix("server/"): x for key, x in tensors.items() if key.startswith("server/")}
+    assert server.keys() == whole.server.keys() and all(torch.equal(server[k], x) for k, x in whole.server.items())
 
 
 class _Without(InProcess):

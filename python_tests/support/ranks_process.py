@@ -15,10 +15,11 @@ from faulty import Faulty
 from torch import Tensor, nn
 
 from pfl_ext.algorithms import METHODS
+from pfl_ext.cli import main
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.engines import Torchrun, lead
 from pfl_ext.engines.exchange import Exchange
-from pfl_ext.federation import Federation, InProcess, Record, Settings
+from pfl_ext.federation import Federation, ForeignCheckpoint, InProcess, Record, Settings
 from pfl_ext.federation.checkpoint import digest
 from pfl_ext.nn import Networks
 
@@ -30,6 +31,10 @@ SHORT: dict[str, dict[str, Any]] = {
     "perada": {"kd_steps": 4, "kd_batch_size": 5, "kd_distance": True},
     "feddf": {"kd_steps": 4, "kd_batch_size": 5},
 }
+
+
+SWEEP = ["sweep", "fedavg", "ditto", "--vary", "method.lam=0.1,1", "--clients=4", "--train-samples=200", "--lr=0.1"]
+SWEEP += ["--rounds=1", "--quiet", "--no-plots"]
 
 
 def points() -> Dataset:
@@ -179,7 +184,7 @@ def fast(folder: Path) -> dict[str, Any]:
     models = {}
     for reduction in ("exact", "fast"):
         engine = Torchrun(reduction)  # type: ignore[arg-type]
-        run = federation("fedavg", engine, Settings(rounds=3, evaluate_every=3))
+        run = federation("fedavg", engine, Settings(rounds=3, evaluate_every=3), folder=folder / reduction)
         before: list[dict[str, int]] = []
         for record in run.rounds():
             now = engine.sent()
@@ -190,10 +195,23 @@ def fast(folder: Path) -> dict[str, Any]:
                     {k: v - a.get(k, 0) for k, v in b.items()} for a, b in zip(before, now, strict=True)
                 ]
         models[reduction] = run.server["model"]
+    for reduction in ("exact", "fast"):  # with the folder of the other
+        try:
+            other = Torchrun("fast" if reduction == "exact" else "exact")
+            federation("fedavg", other, Settings(rounds=4), folder=folder / reduction, resume=True)
+        except ForeignCheckpoint as error:
+            found[f"{reduction} refused"] = str(error)
+    rest = federation("fedavg", Torchrun("fast"), Settings(rounds=4), folder=folder / "fast", resume=True)
+    found["rounds"] = [record["round"] for record in rest.rounds()]
     found["apart"] = float((models["exact"] - models["fast"]).abs().max())
     found["model"] = models["exact"].nbytes
     found["largest"] = float(models["exact"].abs().max())
     return found
+
+
+def sweep(folder: Path) -> int:
+    """A sweep as the command line runs it; the exit status."""
+    return main([*SWEEP, "--output", str(folder / "sweep")])
 
 
 def full_disk(folder: Path) -> None:
@@ -214,7 +232,17 @@ def _fail_on_rank_1() -> None:
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {
     scenario.__name__: scenario
-    for scenario in (every_method, stores_and_protocols, networks, faults_of_clients, saved, resumed, fast, full_disk)
+    for scenario in (
+        every_method,
+        stores_and_protocols,
+        networks,
+        faults_of_clients,
+        saved,
+        resumed,
+        fast,
+        sweep,
+        full_disk,
+    )
 }
 
 
