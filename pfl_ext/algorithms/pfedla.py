@@ -60,7 +60,8 @@ class PFedLA(Method):
     The step size. The weights of a layer are divided by their sum, and so is every change of them: with 8 clients on
     digits, 15 rounds at the 5e-3 of FL-bench changed a weight of 0.12 by 0.001 at most, so that every client kept the
     plain mean. At 5 clients' own weights came to 0.43 in the mean, and the accuracy from 0.75 to 0.88; at 50 models
-    are nearly not mixed any more (0.84). The default is 5, by this one look; the authors' value is not known to us.
+    are nearly not mixed any more (0.84). With LeNet on 1,200 images of CIFAR-10, 10 rounds, they were 0.17, 0.37 and
+    0.48. The default is 5, by these two looks; the authors' value is not known to us.
 
     FL-bench adds the change to the client's last model, not to the mixture that was trained, and counts tensors as
     layers. Its step has the other sign, that of :math:`\theta_k - \bar\theta_k`, which leads uphill. Its heuristic
