@@ -12,6 +12,7 @@ import torch
 from pfl_ext.cli import main
 from pfl_ext.experiment import Experiment
 from pfl_ext.federation import InProcess
+from pfl_ext.nn import Networks
 from pfl_ext.reports import read_config
 from pfl_ext.sections import network_options
 
@@ -47,6 +48,25 @@ def test_network_options_reach_the_network(images: str) -> None:
     again = Experiment.from_sections(experiment.sections())
     assert again.sections() == experiment.sections()
     assert again.sections()["network"]["freeze"] == "backbone"
+
+
+def test_several_networks_have_commas_between_their_names_and_each_takes_its_own_options(images: str) -> None:
+    network = {"name": "lenet,mlp,auto", "clients": [2, 0, 1], "hidden": 7}
+    experiment = _experiment({"name": images}, network=network, partition={"name": "iid", "clients": 3})
+    data = experiment.make_data()
+    made = experiment.make_network(data[0])
+    assert isinstance(made, Networks) and made.clients == (2, 0, 1)
+    assert [each[-1].in_features for each in made.each] == [84, 7, 84]
+    assert not torch.equal(made.each[0][-1].weight, made.each[2][-1].weight)  # drawn one after the other
+    alone = _experiment({"name": images}, network={"name": "lenet"}).make_network(data[0])
+    assert torch.equal(alone[-1].weight, made.each[0][-1].weight)
+    told = experiment.resolved(data[0]).sections()["network"]
+    assert told["name"] == "lenet,mlp,lenet" and told["clients"] == [2, 0, 1] and told["hidden"] == 7
+    assert Experiment.from_sections({**experiment.sections(), "network": told}).sections()["network"] == told
+    with pytest.raises(ValueError, match="of several networks; the run has lenet alone"):
+        _experiment({"name": images}, network={"name": "lenet", "clients": [0]}).make_network(data[0])
+    with pytest.raises(ValueError, match="unknown network 'mpl'"):
+        _experiment({"name": images}, network={"name": "lenet,mpl"})
 
 
 def test_options_a_network_does_not_have_are_refused_by_name() -> None:

@@ -35,7 +35,11 @@ class CFL(Method):
     all its members took part. A client that joins later begins in the first cluster. Before round ``first_cut`` nothing
     is cut, as :math:`\epsilon` are absolute and the first rounds are the largest.
 
-    FL-bench joins by the least similar pair of two groups, which is another cut, and takes positions in a cluster for
+    The authors' code weighs clients alike, in the norm and in the average, and leaves the cut to agglomerative
+    clustering by complete linkage, which joins by the least similar pair of two groups: another cut than that of the
+    equation. The defaults of :math:`\epsilon_1` and :math:`\epsilon_2` are its values.
+
+    FL-bench joins by the least similar pair too, and takes positions in a cluster for
     clients' numbers, so that its second cut is of the wrong ones. PFLlib does not have the method.
     """
 

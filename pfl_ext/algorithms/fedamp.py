@@ -33,7 +33,8 @@ class FedAMP(Method):
     :math:`\xi_{kj}` of others add up to more than 1 they are divided by their sum. Distances are those of the
     parameters; buffers are mixed by the same weights. All clients take part in the paper: here the server mixes the
     newest model of each that ever did, and one that never did receives, and is evaluated with, the plain mean of them.
-    :math:`\alpha` stays what it is; with the defaults no :math:`\xi_{kk}` can fall to 0 with up to ten clients.
+    :math:`\alpha` stays what it is; with the defaults no :math:`\xi_{kk}` can fall to 0 with up to ten clients. At
+    PFLlib's :math:`\alpha = \sigma = 1` two others that are near are enough for it to be negative.
 
     The server has the only copy of :math:`w_k` that the run keeps, so that there are not two for each client: the
     steps begin at :math:`u_k`, and the model that is evaluated is handed out by the server, which is not counted.

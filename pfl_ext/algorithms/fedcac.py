@@ -29,22 +29,26 @@ class FedCAC(Method):
         \theta &\leftarrow \sum_k \tfrac{n_k}{n} \theta_k, \quad
             \bar\theta_k \leftarrow M_k \odot \mathrm{mean}_{j \in C_k} \theta_j + (1 - M_k) \odot \theta
 
-    The threshold rises with the round t, so that from round :math:`\beta` on critical parameters are a client's own.
+    The threshold rises with the round t: at :math:`t = \beta` none but the most similar pairs are left, and beyond it
+    critical parameters are a client's own.
 
-    Readings. The server mixes the newest model of each client that ever took part; averages of O are over pairs of
-    these. A client sends :math:`\theta_k`; the server, which knows :math:`\bar\theta_k`, finds :math:`M_k` by itself,
-    so that it is not sent. Buffers are those of :math:`\theta`. A client's last :math:`\theta_k` is its personal
-    model; one that never took part has :math:`\theta`.
+    Readings. t is the round whose uploads are compared. An entry that did not change is not critical, so that there may
+    be fewer than the fraction :math:`\tau`. The server mixes the newest model of each client that ever took part;
+    averages of O are over pairs of these. A client sends :math:`\theta_k`; the server, which knows
+    :math:`\bar\theta_k`, finds :math:`M_k` by itself, so that it is not sent. Buffers are those of :math:`\theta`. A
+    client's last :math:`\theta_k` is its personal model; one that never took part has :math:`\theta`.
 
-    PFLlib evaluates :math:`\bar\theta_k`, before it is trained, and cannot work with partial participation: it has no
-    mask of clients that never took part. FL-bench does not have the method.
+    In PFLlib t is one more, the number of the round in which the mixture is trained. Where less than :math:`\tau` of a
+    tensor changed, all entries that did are critical there too; a tensor of which :math:`\tau` is less than one entry
+    has none. It evaluates :math:`\bar\theta_k`, before it is trained, and cannot work with partial participation: it
+    has no mask of clients that never took part. FL-bench does not have the method.
     """
 
     name = "fedcac"
     private = True
 
     tau: float = option(0.5, "tau, the fraction of a tensor's entries that is critical")
-    beta: int = option(100, "beta, the round from which critical parameters are a client's own")
+    beta: int = option(100, "beta, the round beyond which critical parameters are a client's own")
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -81,12 +85,14 @@ class FedCAC(Method):
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average; find critical parameters and who has the same."""
-        models, critical = server["models"].clone(), server["critical"].clone()
+        # All are compared with what they began from before one of these mixtures changes: there is one copy of models.
+        models, critical = server["models"], server["critical"].clone()
         for k, state in uploads.one_by_one("model"):
             critical[k] = self.critical(server.model, self.sends(server, k, "train")["model"], state)
+        for k, state in uploads.one_by_one("model"):
             models[k] = kept_buffers(server, models[k], state)
             server["known"][k] = True
-        server["models"], server["critical"], server["model"] = models, critical, uploads.average()
+        server["critical"], server["model"] = critical, uploads.average()
         server["partners"] = self.partners(critical, server["known"], server.round)
 
     def critical(self, model: WorkingModel, start: Tensor, end: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ class FedCAC(Method):
         for a, b in zip(model.pieces(start)[:count], model.pieces(end)[:count], strict=True):
             worth = ((b - a) * b).abs()
             least = worth.topk(max(1, int(self.tau * len(worth)))).values[-1]
-            masks.append(worth >= least)
+            masks.append((worth >= least) & (worth > 0))
         return torch.cat(masks)
 
     def partners(self, critical: Tensor, known: Tensor, round: int) -> Tensor:
@@ -107,7 +113,7 @@ class FedCAC(Method):
             return found
         overlap = torch.zeros(len(known), len(known), dtype=torch.float64)
         for k in clients:
-            own = int(critical[k].sum())
+            own = max(int(critical[k].sum()), 1)  # a client that no step has changed
             for j in clients:
                 overlap[k, j] = 1 - int((critical[k] ^ critical[j]).sum()) / (2 * own)
         pairs = ~torch.eye(len(known), dtype=torch.bool) & known & known[:, None]

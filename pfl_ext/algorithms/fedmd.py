@@ -49,8 +49,8 @@ class FedMD(Method):
     batches of 256 and one epoch; it trains by Adam. A client that rests digests, when it takes part again, the newest
     consensus.
 
-    FL-bench's distance is squared; its samples pile up: each round it digests those of all rounds before again. Its
-    clients all have one network. PFLlib does not have the method.
+    FL-bench's distance is squared. Its list of public samples grows and is read from its beginning, so that those of
+    the first round are digested in every round; all its clients have one network. PFLlib does not have the method.
     """
 
     name = "fedmd"

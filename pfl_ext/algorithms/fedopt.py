@@ -31,6 +31,9 @@ class AdaptiveServer(Method):
     Readings. Clients are weighed by their samples; Algorithm 2 has equal weights. Buffers are averaged: steps of a
     size of their own would make a running variance negative.
 
+    The defaults of :math:`\beta` and :math:`\tau` are those of the paper's experiments, which choose :math:`\eta_s` for
+    each task by a grid and so have no value for all; 0.1 is FL-bench's.
+
     FL-bench's v starts at zero, and its ``beta2`` is 0.999. PFLlib has none of the three.
     """
 

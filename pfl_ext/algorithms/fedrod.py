@@ -51,6 +51,10 @@ class FedRoD(NewClients, Method):
     second, so that the upload can leave between them. Both heads are linear in the same features, so their sum is one
     head: the second line trains it, and :math:`\phi_k` is what it gained. With batch normalisation the features are
     those of training mode. The variant whose personal head comes from a hypernetwork is :class:`FedRoDHyper`.
+
+    PFLlib takes both steps on each batch, and its personal head begins as a copy of the generic one, so that the first
+    personal model is twice the generic head. In FL-bench the personal head predicts alone, without the generic one, and
+    its loss trains the body too.
     """
 
     name = "fedrod"
@@ -124,7 +128,11 @@ class FedRoDHyper(Method):
 
     Readings. H is a perceptron of one hidden layer with ReLU; its last layer begins at zero, so that the first personal
     model is the generic one, and its width is our choice. As :math:`\nu_k` is sent, its training is a part of the turn
-    and cannot be hidden behind the upload. Neither PFLlib nor FL-bench has this variant.
+    and cannot be hidden behind the upload.
+
+    FL-bench (``hyper=1``) asks the hypernetwork once, for the first head of a client that is selected for the first
+    time, and then takes one step of it towards the head that was trained, by the sum of squares: no loss of the task
+    reaches it. PFLlib does not have the variant.
     """
 
     name = "fedrod-h"

@@ -37,7 +37,8 @@ class FML(Method):
         w &\leftarrow w - \eta\, \nabla_w (\beta\, \mathrm{CE}(y, p_w) + (1 - \beta)\, \mathrm{KL}(p_v \| p_w))
 
     The server averages the memes, weighted by samples. In the paper personal models may be of any shape; here they have
-    the network's. A client that never took part is evaluated with the global model.
+    the network's (FedMD, FedProto and FedDF take others). A client that never took part is evaluated with the global
+    model.
 
     PFLlib's divergences are a mean over classes too, a tenth of it with ten classes; no gradient is stopped there, so
     that each model is also stepped by the other's loss; and norms of gradients are cut at 10. FL-bench does not have

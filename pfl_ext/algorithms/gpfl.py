@@ -65,8 +65,8 @@ class GPFL(Method):
     and embeddings. Embeddings begin normally distributed. The outputs of the head are the network's. Buffers belong to
     the part whose modules they are in.
 
-    PFLlib makes g and :math:`p_k` of the client's own embeddings from before it takes over the received ones. FL-bench
-    does not have the method.
+    PFLlib, the authors' own, makes g and :math:`p_k` of the client's own embeddings from before it takes over the
+    received ones, and has zeros for both in the first round. FL-bench does not have the method.
     """
 
     name = "gpfl"

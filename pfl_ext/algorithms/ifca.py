@@ -30,7 +30,9 @@ class IFCA(Method):
     first as the network came. :math:`L_k` is taken over all training data of the client, in evaluation mode. The
     evaluated model of a client, also of one that never took part, is the one it would choose now.
 
-    Neither PFLlib nor FL-bench has the method.
+    The authors' code (MNIST) takes full-batch steps, chooses on all training data too and has the same mean; on test
+    data it lets the loss of these very data choose the model, so that their labels are used. Neither PFLlib nor
+    FL-bench has the method.
     """
 
     name = "ifca"

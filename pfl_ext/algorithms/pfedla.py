@@ -57,9 +57,15 @@ class PFedLA(Method):
     to train; buffers are mixed as their module. The change goes through the hypernetwork as a product with the other
     clients' layers, without a graph of models.
 
+    The step size. The weights of a layer are divided by their sum, and so is every change of them: with 8 clients on
+    digits, 15 rounds at the 5e-3 of FL-bench changed a weight of 0.12 by 0.001 at most, so that every client kept the
+    plain mean. At 5 clients' own weights came to 0.43 in the mean, and the accuracy from 0.75 to 0.88; at 50 models
+    are nearly not mixed any more (0.84). With LeNet on 1,200 images of CIFAR-10, 10 rounds, they were 0.17, 0.37 and
+    0.48. The default is 5, by these two looks; the authors' value is not known to us.
+
     FL-bench adds the change to the client's last model, not to the mixture that was trained, and counts tensors as
-    layers. Its heuristic variant, which keeps the layers of the largest own weights, is not here. PFLlib does not have
-    the method.
+    layers. Its step has the other sign, that of :math:`\theta_k - \bar\theta_k`, which leads uphill. Its heuristic
+    variant, which keeps the layers of the largest own weights, is not here. PFLlib does not have the method.
     """
 
     name = "pfedla"
@@ -68,7 +74,7 @@ class PFedLA(Method):
 
     embedding: int = option(100, "length of a client's embedding")
     width: int = option(100, "width of a hypernetwork")
-    server_lr: float = option(5e-3, "eta, step size of hypernetworks and embeddings")
+    server_lr: float = option(5.0, "eta, step size of hypernetworks and embeddings")
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -114,7 +120,7 @@ class PFedLA(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """A step of each client's hypernetwork, by the models that it mixed; then the new models."""
         hypernetwork, layers = self._hypernetwork(server), server["layers"][: server.model.parameters]
-        models, numbers = server["models"].clone(), server["hypernetworks"].clone()
+        models, numbers = server["models"], server["hypernetworks"].clone()
         for k, state in uploads.one_by_one("model"):
             change = (self.sends(server, k, "train")["model"] - state)[: len(layers)]
             leaves = hypernetwork.leaves(numbers[k])
@@ -125,8 +131,10 @@ class PFedLA(Method):
             gradients = torch.autograd.grad(weights, list(leaves.values()), slope)
             for leaf, gradient in zip(leaves.values(), gradients, strict=True):
                 leaf.data.add_(gradient, alpha=-self.server_lr)
+        # Now that all mixtures are known: there is one copy of models.
+        for k, state in uploads.one_by_one("model"):
             models[k] = kept_buffers(server, models[k], state)
-        server["models"], server["hypernetworks"] = models, numbers
+        server["hypernetworks"] = numbers
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mixture."""

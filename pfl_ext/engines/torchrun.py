@@ -357,17 +357,20 @@ class Torchrun(Here):
         self._averages.append((found, found._version))
         return found
 
-    def fetch(self, vector: Vector) -> Tensor:
-        """Bring a vector to rank 0; it stays until it is released."""
+    def fetch(self, vector: Vector, hold: bool = True) -> Tensor:
+        """Bring a vector to rank 0."""
         if not isinstance(vector, RemoteTensor):
             found = super().fetch(vector)
             return found.to(self._site.device)
         if vector.rank == 0:
             return self._site.fetch(vector.number)
-        if vector not in self._fetched:
-            (found,) = self._ask("fetch", [(vector.number,)] * self._ranks.size, only=[vector.rank])
-            self._fetched[vector] = found.to(self._site.device)
-        return self._fetched[vector]
+        if vector in self._fetched:
+            return self._fetched[vector]
+        (found,) = self._ask("fetch", [(vector.number,)] * self._ranks.size, only=[vector.rank])
+        brought: Tensor = found.to(self._site.device)
+        if hold:
+            self._fetched[vector] = brought
+        return brought
 
     def outputs(self, vectors: Sequence[Vector], model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
         """Each rank computes those of its own clients; it is sent the samples once."""

@@ -340,13 +340,16 @@ class Workers(Here):
         seen = [self._slots.read(v) if isinstance(v, MappedTensor) and v in self._slots else v for v in vectors]
         return super().average(seen, weights, normalize)
 
-    def fetch(self, vector: Vector) -> Tensor:
+    def fetch(self, vector: Vector, hold: bool = True) -> Tensor:
         """The vector; of a slot a copy, as whoever has it may keep it beyond the round."""
         if not isinstance(vector, MappedTensor) or vector not in self._slots:
             return super().fetch(vector)
-        if vector.path not in self._fetched:
-            self._fetched[vector.path] = self._slots.read(vector).clone()
-        return self._fetched[vector.path]
+        found = self._fetched.get(vector.path)
+        if found is None:
+            found = self._slots.read(vector).clone()
+            if hold:
+                self._fetched[vector.path] = found
+        return found
 
     def release(self, vector: Vector) -> None:
         """Remove its file, unless that is a slot."""

@@ -79,7 +79,7 @@ class InProcess(Here):
     def _deliver(self, request: Request, kind: str, vectors: Mapping[str, Tensor]) -> Mapping[str, Vector]:
         return vectors if self._uploads is None else in_files(vectors, self._uploads, request, kind)
 
-    def fetch(self, vector: Vector) -> Tensor:
+    def fetch(self, vector: Vector, hold: bool = True) -> Tensor:
         """The vector, on the run's device: uploads may wait in the host's memory."""
         return placed(super().fetch(vector), self._device)
 

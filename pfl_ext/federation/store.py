@@ -19,6 +19,12 @@ def label_of(name: str, network: int) -> str:
     return name if network == 0 else f"{name}@{network}"
 
 
+def _network_of(label: str) -> int:
+    """The network that a label of :func:`label_of` is for."""
+    number = label.rpartition("@")[2]
+    return int(number) if "@" in label and number.isdecimal() else 0
+
+
 class ClientStore:
     """Named vectors for each client. A row that was never written reads as the common initial vector.
 
@@ -47,13 +53,13 @@ class ClientStore:
         members: dict[int, list[int]] = {}
         for k, network in sorted(self._networks.items()):
             members.setdefault(network, []).append(k)
-        self._members = {label_of(name, network): own for network, own in members.items() for name in initial}
+        self._members = {label: members.get(_network_of(label), []) for label in initial}
         self._row = {k: row for own in members.values() for row, k in enumerate(own)}
         self._files: dict[str, tuple[MappedTensor, MappedTensor]] = {}
         self._rows: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}
         for name, vector in self.initial.items():
-            count = len(self._members.get(name, ()))
+            count = len(self._members[name])
             shape = (count, vector.numel())
             if folder is None:
                 self._rows[name] = torch.empty(shape, dtype=vector.dtype, device=vector.device)
@@ -123,7 +129,7 @@ class ClientStore:
         for name in self.initial:
             rows = self._files[name][0].open() if name in self._files else self._rows[name]
             which = self._written[name].nonzero().flatten()
-            found[f"{name}/clients"] = torch.tensor(self._members.get(name, ()), dtype=torch.int64)[which]
+            found[f"{name}/clients"] = torch.tensor(self._members[name], dtype=torch.int64)[which]
             # Without a copy where all rows are there: a mapped store may be larger than memory.
             found[f"{name}/rows"] = rows if len(which) == len(rows) else rows[which]
         return found
@@ -132,7 +138,7 @@ class ClientStore:
         """Set the rows to what :meth:`tensors` gave."""
         for name, vector in self.initial.items():
             which, saved = tensors[f"{name}/clients"], tensors[f"{name}/rows"]
-            members = self._members.get(name, ())
+            members = self._members[name]
             if saved.shape[1:] != vector.shape or not set(which.tolist()) <= set(members):
                 raise ValueError(
                     f"saved rows of {name} are {list(saved.shape)}, the store has {[len(members), *vector.shape]}"

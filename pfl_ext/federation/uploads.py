@@ -33,8 +33,8 @@ class VectorAccess(Protocol):
         The same bits wherever the vectors are: those of :func:`pfl_ext.ops.weighted_average` in their order.
         """
 
-    def fetch(self, vector: Vector) -> Tensor:
-        """A vector itself."""
+    def fetch(self, vector: Vector, hold: bool = True) -> Tensor:
+        """A vector itself; with ``hold`` it stays here until it is released, where it had to be brought."""
 
     def outputs(self, vectors: Sequence[Vector], model: WorkingModel, data: Dataset, rows: Tensor) -> list[Tensor]:
         """What a model makes of samples with each of these vectors as its state: those of :func:`outputs_of`."""
@@ -81,7 +81,7 @@ class Here:
         ]
         return torch.cat(pieces).view(files[0].shape) if pieces else self.fetch(files[0])
 
-    def fetch(self, vector: Vector) -> Tensor:
+    def fetch(self, vector: Vector, hold: bool = True) -> Tensor:
         """The vector, mapped where it is in a file."""
         return opened(vector)
 
@@ -167,7 +167,7 @@ class Uploads:
     def one_by_one(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Each client and its vector, which is fetched when its turn comes: never are all in memory for this."""
         for client, vectors in zip(self.clients, self._vectors, strict=True):
-            yield client, self._access.fetch(vectors[name])
+            yield client, self._access.fetch(vectors[name], hold=False)
 
     def __len__(self) -> int:
         """How many clients sent something."""

@@ -466,6 +466,7 @@ def _result(
     cells["variance"] = cell(given, "last", "test", "variance", scale**2)
     cells["lowest 5 %"] = cell(given, "last", "test", "lowest5")
     cells["top 5 %"] = cell(given, "last", "test", "top5")
+    cells["clients"] = cell(given, "last", "test", "count", 1)  # that were evaluated: over whom the mean is
     cells["best by validation"] = cell(given, "best_by_validation", "test", statistic)
     cells["best on test"] = cell(given, "best_on_test", "test", statistic)
 

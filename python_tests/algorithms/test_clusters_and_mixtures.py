@@ -219,6 +219,16 @@ def test_fedcacs_critical_parameters_are_those_that_moved_most_by_their_size(tur
         assert set(mask[begin:end].nonzero().flatten().tolist()) == chosen
 
 
+def test_fedcacs_critical_parameters_have_changed(turn: Turn) -> None:
+    method = FedCAC(tau=0.5)
+    _, client = turn(method)
+    a, b = _random(43), _random(43)
+    b[:3] += 1  # three of 20 weights: fewer than the half, and none of the other tensors
+    assert method.critical(client.model, a, b).nonzero().flatten().tolist() == [0, 1, 2]
+    nothing = torch.zeros(2, 43, dtype=torch.bool)
+    assert method.partners(nothing, torch.ones(2, dtype=torch.bool), 1).all()  # alike, and no division by zero
+
+
 def test_fedcac_mixes_critical_parameters_with_partners_and_the_rest_with_all() -> None:
     method = FedCAC(tau=0.5, beta=10)
     server = _linear(method, 3)
@@ -235,7 +245,7 @@ def test_fedcac_mixes_critical_parameters_with_partners_and_the_rest_with_all() 
     torch.testing.assert_close(method.sends(server, 0, "train")["model"], torch.stack([_vector(3.0)[0], mean[1]]))
     torch.testing.assert_close(method.sends(server, 2, "train")["model"], torch.stack([mean[0], _vector(6.0)[0]]))
     assert method.sends(server, 1, "evaluate")["model"].tolist() == [4.0, 0.2]
-    # From round beta on nobody is alike enough, unless as alike as the most alike.
+    # Beyond round beta nobody is alike enough, unless as alike as the most alike.
     assert method.partners(server["critical"], server["known"], 20).tolist() == torch.eye(3).bool().tolist()
 
 
@@ -345,7 +355,7 @@ def populations() -> tuple[Dataset, Partition]:
         ("cfl", {"first_cut": 5, "eps1": 0.1, "eps2": 0.3}),
         ("fedamp", {"sigma": 10.0}),
         ("fedpac", {}),
-        ("pfedla", {"server_lr": 2.0}),
+        ("pfedla", {}),
     ],
 )
 def test_two_populations_are_told_apart(

@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from pfl_ext.algorithms import METHODS
 from pfl_ext.cli import main
@@ -216,3 +217,21 @@ def test_a_file_with_the_name_of_another_module_is_refused(capsys: pytest.Captur
     Path("json.py").write_text(CODE, encoding="utf-8")
     assert main(["run", "json.py:Gift", *QUICK]) == 2
     assert "has the name of another module" in capsys.readouterr().err and not Path("ran").exists()
+
+
+def test_a_run_with_several_networks_goes_on_and_gives_a_model_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    nets = ["--network", "mlp,net.py:Small", "--network-clients", "0,1,1", "--network-hidden", "6"]
+    Path("net.py").write_text(
+        "from torch import nn\n\n\nclass Small(nn.Sequential):\n"
+        "    def __init__(self, classes):\n        super().__init__(nn.Flatten(), nn.Linear(64, classes))\n"
+    )
+    assert main(["run", "fedavg", *QUICK, *nets]) == 1
+    assert "fedavg brings clients' models together number by number" in capsys.readouterr().err
+    distil = ["feddf", "--kd-steps", "2", "--auxiliary", "server", "--server", "0.2", "--output", "out"]
+    assert main(["run", *distil, "--partition", "iid", *QUICK, *nets]) == 0
+    assert read_config(Path("out"))["network"]["clients"] == [0, 1, 1]
+    assert main(["resume", "out", "--rounds", "2", "--quiet", "--no-plots", "--trust-code"]) == 0
+    assert main(["export", "out", "--to", "x.safetensors", "--trust-code"]) == 1
+    assert "the run has 2 networks, each with a global model of its own" in capsys.readouterr().err
+    assert main(["export", "out", "--network", "1", "--to", "x.safetensors", "--trust-code"]) == 0
+    assert load_file("x.safetensors")["1.weight"].shape == (10, 64)

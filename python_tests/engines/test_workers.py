@@ -19,7 +19,8 @@ from torch import nn
 from pfl_ext.algorithms import Ditto, FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition
 from pfl_ext.engines import EngineOptions, Workers, make_engine
-from pfl_ext.federation import Diverged, Federation, InProcess, Plan, Record, Settings
+from pfl_ext.engines.workers import _Slots
+from pfl_ext.federation import Diverged, Federation, InProcess, Plan, Record, Settings, Uploads
 from pfl_ext.tasks import Classification
 
 QUICK: dict[str, Any] = {"lr": 0.1, "batch_size": 4}
@@ -189,3 +190,16 @@ def test_options_choose_the_engine() -> None:
     assert EngineOptions(workers=3).identity() == {}
     with pytest.raises(ValueError, match="workers is 0; accepted is a value from 1 to 1024"):
         EngineOptions(workers=0)
+
+
+def test_uploads_taken_one_by_one_do_not_stay(tmp_path: Path) -> None:
+    workers = Workers(2)
+    workers._slots, workers._fetched = _Slots(tmp_path), {}
+    files = [workers._slots.write(f"upload-{k}", torch.full((3,), float(k))) for k in range(2)]
+    uploads = Uploads([0, 1], [1, 1], [{"w": file} for file in files], access=workers)
+    taken = dict(uploads.one_by_one("w"))
+    assert [w.tolist() for w in taken.values()] == [[0.0] * 3, [1.0] * 3] and not workers._fetched
+    workers._slots.write("upload-0", torch.full((3,), 9.0))  # of the next round
+    assert taken[0].tolist() == [0.0] * 3
+    uploads.each("w")
+    assert len(workers._fetched) == 2

@@ -215,7 +215,7 @@ def test_uploads_come_one_by_one() -> None:
     fetched: list[int] = []
 
     class Access:
-        def fetch(self, vector: Tensor) -> Tensor:
+        def fetch(self, vector: Tensor, hold: bool = True) -> Tensor:
             fetched.append(int(vector))
             return vector
 

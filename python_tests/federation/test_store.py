@@ -88,7 +88,7 @@ def test_a_store_in_memory_is_not_handed_over_by_copy() -> None:
 
 def test_clients_with_different_networks_have_rows_of_different_lengths(folder: Path | None, tmp_path: Path) -> None:
     initial = {"v": torch.zeros(2), "v@1": torch.zeros(3)}
-    networks = {4: 0, 5: 1, 9: 1}
+    networks = {2: 1, 4: 0, 5: 1, 9: 1}
     store = ClientStore(networks, initial, folder)
     store.write(9, "v", torch.ones(3))
     assert store.read(9, "v").tolist() == [1, 1, 1] and store.read(5, "v").tolist() == [0, 0, 0]

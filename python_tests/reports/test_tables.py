@@ -247,6 +247,7 @@ def test_comparison_has_one_row_a_method(make_run):
         "variance": pytest.approx(100**2 * np.var(clients)),
         "lowest 5 %": pytest.approx(50),
         "top 5 %": pytest.approx(90),
+        "clients": 3,
         "best by validation": pytest.approx(35),
         "best on test": pytest.approx(70),
         "rounds to 99 %": 1,
