@@ -6,6 +6,7 @@ The command line and ``pfl_ext.run`` and ``pfl_ext.compare`` both go this way.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ from torch import nn
 
 from .comparison import folder_name
 from .data import Dataset, Partition
-from .engines import restarted
+from .engines import kept_processes, restarted
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import digits_of, scale_of
@@ -51,6 +52,10 @@ class Output:
     quiet: bool = False
     tensorboard: bool = False
     plots: bool = True
+
+    def workers(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose runs share worker processes, which says so where these were not worth their start."""
+        return kept_processes(lambda note: None if self.quiet else print(f"note: {note}", file=sys.stderr))
 
     def check(self, runs: Sequence[Path]) -> None:
         """Refuse folders that runs cannot be written to, before the first of them begins.
@@ -149,7 +154,8 @@ def run_one(experiment: Experiment, output: Output, look: Look) -> Run:
     output.check([output.folder])
     dataset, partition = experiment.make_data()
     look = look.of(experiment.make_task(dataset).metric)
-    _run(output.folder, experiment, dataset, partition, output, look, "")
+    with output.workers():
+        _run(output.folder, experiment, dataset, partition, output, look, "")
     if output.plots:
         draw({experiment.method: ResultsFolder.open(output.folder)}, output.folder, dataset, partition, look)
     return Run(output.folder, experiment, look)
@@ -217,13 +223,14 @@ def run_all(
     """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last."""
     runs: dict[str, list[Run]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
-    for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
-        seed = experiment.data_seed
-        if seed not in made:
-            made = {seed: experiment.make_data()}  # one at a time: they are large
-        look = look.of(experiment.make_task(made[seed][0]).metric)
-        _run(own, experiment, *made[seed], output, look, label)
-        runs[label].append(Run(own, experiment, look))
+    with output.workers():
+        for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
+            seed = experiment.data_seed
+            if seed not in made:
+                made = {seed: experiment.make_data()}  # one at a time: they are large
+            look = look.of(experiment.make_task(made[seed][0]).metric)
+            _run(own, experiment, *made[seed], output, look, label)
+            runs[label].append(Run(own, experiment, look))
     folders = {label: [run.results for run in some] for label, some in runs.items()}
     return Compared(folder, runs, look, folders), *made[seed]
 

@@ -69,7 +69,7 @@ def execute(request: Request) -> int:
     output, look = request.output, request.look
     every = [folder for point, some in request.points for folder in folders_of(some, output.folder / point.folder)]
     output.check(every)
-    with with_config(output.folder, request.config):
+    with with_config(output.folder, request.config), output.workers():
         return _run(request, output, look)
 
 
