@@ -145,7 +145,10 @@ def _parser() -> argparse.ArgumentParser:
 
     gpu = parser.add_argument_group("on a GPU", "All ops at once, without a family (docs/gpu.md).")
     gpu.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: race on this GPU; writes gpu.csv, and the table into docs/gpu.md of a checkout (default: cpu)"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: race on this GPU; writes gpu.csv, and the table into docs/gpu.md of a checkout (default: cpu)",
     )
     gpu.add_argument(
         "--gpu-model", action="store_true", help="count bytes, launches and waits on a simulated GPU: an estimate"

@@ -6,6 +6,7 @@ The command line and ``pfl_ext.run`` and ``pfl_ext.compare`` both go this way.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .data import Dataset, Partition
-from .engines import restarted
+from .engines import kept_processes, restarted
 from .experiment import Experiment, restored
 from .federation import Federation
 from .metrics import digits_of, scale_of
@@ -65,6 +66,10 @@ class Output:
     quiet: bool = False
     log: tuple[str | LoggerFactory, ...] = ()
     plots: bool = True
+
+    def workers(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose runs share worker processes, which says so where these were not worth their start."""
+        return kept_processes(lambda note: None if self.quiet else print(f"note: {note}", file=sys.stderr))
 
     def check(self, runs: Sequence[Path]) -> None:
         """Refuse folders that runs cannot be written to, before the first of them begins.
@@ -164,7 +169,8 @@ def run_one(experiment: Experiment, output: Output, look: Look) -> Run:
     output.check([output.folder])
     dataset, partition = experiment.make_data()
     look = look.of(experiment.make_task(dataset).metric)
-    _run(output.folder, experiment, dataset, partition, output, look)
+    with output.workers():
+        _run(output.folder, experiment, dataset, partition, output, look)
     if output.plots:
         draw({experiment.method: ResultsFolder.open(output.folder)}, output.folder, dataset, partition, look)
     return Run(output.folder, experiment, look)
@@ -254,14 +260,15 @@ def run_all(
     runs: dict[str, list[Run]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
     several = len({experiment.settings.seed for _, experiment in experiments}) > 1
-    for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
-        seed = experiment.data_seed
-        if seed not in made:
-            made = {seed: experiment.make_data()}  # one at a time: they are large
-        look = look.of(experiment.make_task(made[seed][0]).metric)
-        parts = (label, f"seed {experiment.settings.seed}" if several else "", where)
-        _run(own, experiment, *made[seed], output, look, ", ".join(part for part in parts if part), progress)
-        runs[label].append(Run(own, experiment, look))
+    with output.workers():
+        for (label, experiment), own in zip(experiments, folders_of(experiments, folder), strict=True):
+            seed = experiment.data_seed
+            if seed not in made:
+                made = {seed: experiment.make_data()}  # one at a time: they are large
+            look = look.of(experiment.make_task(made[seed][0]).metric)
+            parts = (label, f"seed {experiment.settings.seed}" if several else "", where)
+            _run(own, experiment, *made[seed], output, look, ", ".join(part for part in parts if part), progress)
+            runs[label].append(Run(own, experiment, look))
     folders = {label: [run.results for run in some] for label, some in runs.items()}
     return Compared(folder, runs, look, folders), *made[seed]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pfl_ext.configuration import Configuration
+from pfl_ext.engines import kept_processes
 from pfl_ext.papers import Item, Runs, item_of, papers
 from pfl_ext.reports import Look, accuracy_curves, beside, client_density, table
 from pfl_ext.running import write_tables
@@ -96,8 +97,9 @@ def _run(request: Request, files: dict[str, Path]) -> None:
         plots = () if request.plots else ("--no-plots",)
         words = ["--config", str(path), "--output", str(request.folder / name), *plots, *request.arguments]
         asked.append((command, command.parse(words)))
-    for command, given in asked:
-        command.execute(given)
+    with kept_processes(lambda note: print(f"note: {note}", file=sys.stderr)):
+        for command, given in asked:
+            command.execute(given)
 
 
 def _rows(item: Item, runs: dict[str, Runs]) -> tuple[list[dict[str, Any]], list[tuple[str, str, Any, str]]]:

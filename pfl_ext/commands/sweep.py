@@ -70,7 +70,11 @@ def execute(request: Request) -> int:
     every = [folder for point, some in request.points for folder in folders_of(some, output.folder / point.folder)]
     output.check(every)
     labels = [label for _, some in request.points for label, _ in some]
-    with with_config(output.folder, request.config), Progress(labels, quiet=output.quiet) as progress:
+    with (
+        with_config(output.folder, request.config),
+        output.workers(),
+        Progress(labels, quiet=output.quiet) as progress,
+    ):
         return _run(request, output, look, progress)
 
 

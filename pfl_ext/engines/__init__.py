@@ -3,10 +3,11 @@
 from pfl_ext.federation import InProcess
 
 from .choice import EngineOptions, make_engine
+from .processes import kept_processes, leave_if_imported_by_a_worker
 from .ranks import LostRank, restarted
 from .streams import Streams
 from .torchrun import Torchrun, begun_before_restart, lead, note_begun
-from .workers import Workers, leave_if_imported_by_a_worker
+from .workers import Workers
 
 __all__ = [
     "EngineOptions",
@@ -16,6 +17,7 @@ __all__ = [
     "Torchrun",
     "Workers",
     "begun_before_restart",
+    "kept_processes",
     "lead",
     "leave_if_imported_by_a_worker",
     "make_engine",

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import multiprocessing
+import gc
 import os
-import signal
-import sys
-import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,17 +25,11 @@ from pfl_ext.federation.mapped import LARGE, MappedTensor, opened, scratch_folde
 from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.uploads import Here
 
-__all__ = ["Workers", "leave_if_imported_by_a_worker"]
+from .processes import Processes, leave_if_imported_by_a_worker
 
-_UNGUARDED = 78  # the exit status of a worker that would run the script which starts it
+__all__ = ["Workers"]
+
 _MESSAGES = 8  # for each worker in a round at least: fewer would leave some of them without work at its end
-
-
-def leave_if_imported_by_a_worker() -> None:
-    """End this process if it is a worker that imports the script which starts it, and so would do all of it again."""
-    # What the standard library itself asks before it starts a process (multiprocessing.spawn).
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(_UNGUARDED)
 
 
 # ---- what both sides share -------------------------------------------------------------------------------------------
@@ -180,40 +170,29 @@ class _Worker:
         return replies
 
 
-_worker: _Worker
-_all_there: Barrier
+_worker: _Worker | None = None
 
 
-def _begin(
-    plan: _PortablePlan, store: ClientStore, server: dict[str, MappedTensor], folder: Path, all_there: Barrier
-) -> None:
-    """The first thing a worker process does."""
-    global _worker, _all_there
-    # A signal to the whole group (Ctrl-C, systemd, Slurm) is the parent's to answer: it ends the run after the round.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _begin(plan: _PortablePlan, store: ClientStore, server: dict[str, MappedTensor], folder: Path) -> None:
+    """The first thing a worker process does for a run."""
+    global _worker
     here = plan.open()
     torch.set_num_threads(here.settings.threads)
-    _worker, _all_there = _Worker(here, store, server, folder), all_there
+    _worker = _Worker(here, store, server, folder)
 
 
-def _end_with_parent() -> None:
-    """Whoever kills the parent leaves no worker behind."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def _forget() -> None:
+    """The last thing: free what it has of the run."""
+    global _worker
+    _worker = None
+    gc.collect()
 
 
-def _ready(_: int) -> int:
-    """Wait until all workers are there, so that each of them answers once."""
-    _all_there.wait(60)
-    return os.getpid()
-
-
-def _carry_out(requests: Sequence[Request]) -> list[Reply]:
-    return _worker(requests)
+def _carry_out(requests: Sequence[Request]) -> tuple[list[Reply], float]:
+    """The replies, and how many seconds they took."""
+    assert _worker is not None
+    begin = time.perf_counter()
+    return _worker(requests), time.perf_counter() - begin
 
 
 # ---- in the parent ---------------------------------------------------------------------------------------------------
@@ -222,19 +201,22 @@ def _carry_out(requests: Sequence[Request]) -> list[Reply]:
 class Workers(Here):
     """Runs requests in several processes; the bits are those of one process.
 
-    The processes are the standard library's pool. They are spawned: a script that makes workers must guard its entry
-    point by ``__name__ == "__main__"``.
+    The processes are :class:`~.processes.Processes`: a script that makes workers must guard its entry point by
+    ``__name__ == "__main__"``. Several runs may share them (:func:`~.processes.kept_processes`).
 
     Args:
         workers: how many processes.
+
+    Attributes:
+        saved: seconds by which all they have done is more than the time that was waited for it.
     """
 
     def __init__(self, workers: int) -> None:
         """See the class."""
         leave_if_imported_by_a_worker()
         self.workers = workers
-        self._pool: ProcessPoolExecutor | None = None
-        self._processes: list[int] = []
+        self._processes: Processes | None = None
+        self.saved = 0.0
 
     def start(self, plan: Plan) -> None:
         """Write the data where all see it, and start the processes."""
@@ -259,7 +241,7 @@ class Workers(Here):
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Copy them to where the workers see them; the first time the workers are started."""
-        if self._pool is None:
+        if self._processes is None:
             files = {
                 name: MappedTensor.copy(vector, self._folder / f"server-{name.replace('/', '-')}")
                 for name, vector in server.items()
@@ -271,55 +253,37 @@ class Workers(Here):
             vector.copy_(server[name])
 
     def _start_processes(self, server: dict[str, MappedTensor]) -> None:
-        # Python's tracker of semaphores ignores Ctrl-C and SIGTERM, and keeps what is blocked when it begins: so it
-        # outlives a hangup of the whole group too.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-        try:
-            resource_tracker.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        context = multiprocessing.get_context("spawn")
         portable = _PortablePlan.of(self._plan, self._folder)
-        arguments = (portable, self.store, server, self._folder, context.Barrier(self.workers))
-        self._pool = ProcessPoolExecutor(self.workers, context, initializer=_begin, initargs=arguments)
-        answers = self._pool.map(_ready, range(self.workers))
-        started = multiprocessing.active_children()
         try:
-            # Waited for here, so that it is not counted as part of the first round.
-            self._processes = list(answers)
+            self._processes = Processes.take(self.workers)
+            self._processes.everywhere(_begin, portable, self.store, server, self._folder)
         except BrokenProcessPool:
-            for process in started:
-                process.join(1)
-            if any(process.exitcode == _UNGUARDED for process in started):
-                self.close()
-                raise RuntimeError(
-                    f"workers is {self.workers}, and each of them begins with an import of the script: put what the "
-                    "script does below `if __name__ == '__main__':`, or use workers=1"
-                ) from None
             self._lost("while they started")
 
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies in the order of the requests; longest ones begin first, several short ones are one message."""
-        assert self._pool is not None, "publish comes first"
+        assert self._processes is not None, "publish comes first"
         order = range(len(requests)) if costs is None else sorted(range(len(requests)), key=lambda i: -costs[i])
         size = max(1, len(requests) // (_MESSAGES * self.workers))
         messages = [order[begin : begin + size] for begin in range(0, len(requests), size)]
         place = {i: (number, j) for number, message in enumerate(messages) for j, i in enumerate(message)}
+        submit, begin = self._processes.submit, time.perf_counter()
         self.turns.begin(requests)
         try:
-            found = [self._pool.submit(_carry_out, [self._portable(requests[i]) for i in some]) for some in messages]
+            found = [submit(_carry_out, [self._portable(requests[i]) for i in some]) for some in messages]
             for future in found:
                 future.add_done_callback(self._count)
             for i in range(len(requests)):
                 number, j = place[i]
-                yield found[number].result()[j]
+                yield found[number].result()[0][j]
+            self.saved += sum(future.result()[1] for future in found) - (time.perf_counter() - begin)
         except BrokenProcessPool:
             self._lost(f"in the stage {requests[0].stage!r} of round {requests[0].round}")
 
-    def _count(self, message: Future[list[Reply]]) -> None:
+    def _count(self, message: Future[tuple[list[Reply], float]]) -> None:
         """Count the turns of a message that is over."""
         if not message.cancelled() and message.exception() is None:
-            self.turns.end(len(message.result()))
+            self.turns.end(len(message.result()[0]))
 
     def _portable(self, request: Request) -> Request:
         """A request whose vectors are all in files."""
@@ -374,10 +338,7 @@ class Workers(Here):
         )
 
     def close(self) -> None:
-        """End the workers."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                if process.pid in self._processes:
-                    process.kill()  # it has nothing to lose; torch takes a second to end by itself
-                    process.join()
+        """Leave the workers to the next run, or end them."""
+        if self._processes is not None:
+            processes, self._processes = self._processes, None
+            processes.leave(_forget, self.saved)

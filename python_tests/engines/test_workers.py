@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -18,9 +20,9 @@ from torch import nn
 
 from pfl_ext.algorithms import Ditto, FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition
-from pfl_ext.engines import EngineOptions, Workers, make_engine
+from pfl_ext.engines import EngineOptions, Workers, kept_processes, make_engine, processes
 from pfl_ext.engines.workers import _Slots
-from pfl_ext.federation import Diverged, Federation, InProcess, Plan, Record, Settings, Uploads
+from pfl_ext.federation import Diverged, Engine, Federation, InProcess, Method, Plan, Record, Settings, Uploads
 from pfl_ext.tasks import Classification
 
 QUICK: dict[str, Any] = {"lr": 0.1, "batch_size": 4}
@@ -49,6 +51,12 @@ def _told(records: list[Record]) -> str:
     return json.dumps([{k: v for k, v in record.items() if not k.startswith("seconds")} for record in records])
 
 
+def _ids(engine: Workers) -> list[int]:
+    """Of the processes that it has."""
+    assert engine._processes is not None
+    return list(engine._processes.ids)
+
+
 def _end(processes: list[int]) -> None:
     """They end, soon."""
     deadline = time.monotonic() + 10
@@ -68,10 +76,10 @@ def test_a_worker_that_is_killed_between_two_rounds_is_one_clear_error_and_the_r
     with pytest.raises(ChildProcessError, match=told):
         for record in run.rounds():
             if record["round"] == 2:
-                processes = list(engine._processes)
-                os.kill(processes[0], signal.SIGKILL)
+                ids = _ids(engine)
+                os.kill(ids[0], signal.SIGKILL)
     assert 2 <= run.round < 10_000
-    _end(processes)
+    _end(ids)
     settings = dataclasses.replace(settings, rounds=run.round + 2)
     resumed = Federation(FedAvg(**QUICK), network, dataset, partition, settings, folder=tmp_path, resume=True)
     assert resumed.round == run.round
@@ -87,18 +95,21 @@ def test_a_worker_that_is_killed_in_a_turn_is_one_clear_error(
     run = Federation(Faulty(**QUICK, how="die"), network, dataset, partition, Settings(rounds=3), engine=engine)
     rounds = run.rounds()
     assert next(rounds)["round"] == 1
-    processes = list(engine._processes)
+    ids = _ids(engine)
     told = r"in the stage 'train' of round 2 \(killed: out of memory\?.*fewer workers"
     with pytest.raises(ChildProcessError, match=told):
         next(rounds)
-    _end(processes)
+    _end(ids)
 
 
 def test_a_fault_in_a_method_comes_back_as_it_is(dataset: Dataset, partition: Partition, network: nn.Module) -> None:
     engine = Workers(2)
+    run = Federation(Faulty(**QUICK), network, dataset, partition, Settings(rounds=3), engine=engine).rounds()
+    next(run)
+    ids = _ids(engine)
     with pytest.raises(ZeroDivisionError, match="a fault in the method"):
-        Federation(Faulty(**QUICK), network, dataset, partition, Settings(rounds=3), engine=engine).run()
-    _end(engine._processes)
+        list(run)
+    _end(ids)
 
 
 def test_a_client_that_diverges_stops_the_run_or_is_dropped_as_in_one_process(
@@ -123,7 +134,8 @@ def test_whoever_stops_looking_at_a_run_leaves_no_process(
     run = Federation(FedAvg(**QUICK), network, dataset, partition, Settings(rounds=2), engine=engine)
     rounds = run.rounds()
     for _ in rounds:
-        assert len(engine._processes) == 2 and all(Path(f"/proc/{pid}").exists() for pid in engine._processes)
+        ids = _ids(engine)
+        assert len(ids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in ids)
         if stop == "break":
             break
         if stop == "raise":
@@ -131,9 +143,55 @@ def test_whoever_stops_looking_at_a_run_leaves_no_process(
                 rounds.throw(KeyError)  # type: ignore[attr-defined]
             break
     del rounds
-    assert not any(Path(f"/proc/{pid}").exists() for pid in engine._processes)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ids)
     engine.close()  # once more does nothing
     Workers(2).close()
+
+
+def test_runs_in_a_block_share_their_processes_and_give_the_bits_of_one_process(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    told: list[str] = []
+    seen: list[list[int]] = []
+
+    def run(engine: Engine, method: Method, faulty: bool = False) -> str:
+        made = Federation(method, network, dataset, partition, Settings(rounds=2), engine=engine)
+        records = []
+        with pytest.raises(ZeroDivisionError) if faulty else contextlib.nullcontext():
+            for record in made.rounds():
+                records.append(record)
+                seen.extend([_ids(engine)] if isinstance(engine, Workers) else [])
+        return _told(records)
+
+    ditto = Ditto(**QUICK, lam=0.5)
+    expected = run(InProcess(), FedAvg(**QUICK)), run(InProcess(), ditto)
+    with kept_processes(told.append):
+        assert run(Workers(2), FedAvg(**QUICK)) == expected[0]
+        with kept_processes(told.append):  # part of the outer one
+            assert run(Workers(2), ditto) == expected[1]
+        assert seen[0] == seen[-1] and told == []
+        # One that dies between two runs is replaced, with the others.
+        os.kill(seen[0][0], signal.SIGKILL)
+        assert run(Workers(2), ditto) == expected[1]
+        assert set(seen[-1]).isdisjoint(seen[0])
+        _end(seen[0])
+        assert all(Path(f"/proc/{pid}").exists() for pid in seen[-1])
+        run(Workers(2), Faulty(**QUICK), faulty=True)  # whatever the others are doing then
+    _end(seen[-1])
+    assert len(told) == 1
+    assert re.fullmatch(r"starting worker processes took \d+\.\d s, and they saved \d+\.\d s: .*workers=1", told[0])
+
+
+def test_nothing_is_told_of_workers_that_pay() -> None:
+    told: list[str] = []
+    with kept_processes(told.append):
+        processes._kept.started_in, processes._kept.saved = 2.0, 2.5  # type: ignore[union-attr]
+    with kept_processes(told.append):
+        pass
+    with pytest.raises(KeyError), kept_processes(told.append):
+        processes._kept.started_in = 2.0  # type: ignore[union-attr]
+        raise KeyError
+    assert told == [] and processes._kept is None
 
 
 def test_uploads_take_no_more_memory_the_longer_a_run_is(dataset: Dataset, partition: Partition) -> None:
