@@ -27,8 +27,14 @@ FILES = (
     "setup.py",
 )
 # What earlier builds and tests leave in a tree.
-LEFT = ("pfl_ext/_C.abi3.so", "pfl_ext/_build.json", "csrc/cpu/averaging.o", "python_tests/__pycache__/test_sdist.pyc")
-BUILT = shutil.ignore_patterns("__pycache__", "*.so", "_build.json")
+LEFT = (
+    "pfl_ext/_C.abi3.so",
+    "pfl_ext/_build.json",
+    "csrc/cpu/averaging.o",
+    "docs/generated/api/index.rst",
+    "python_tests/__pycache__/test_sdist.pyc",
+)
+BUILT = shutil.ignore_patterns("__pycache__", "*.so", "_build.json", "generated")
 
 PROBE = """
 import json, torch, pfl_ext
@@ -69,7 +75,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in FILES:
         shutil.copy2(ROOT / name, copy / name)
     for name in LEFT:
-        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).touch()
     return copy
 
