@@ -105,10 +105,10 @@ def test_a_signal_to_the_whole_group_ends_a_run_with_workers_after_the_round_and
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     done = _rounds(tmp_path)
-    assert (
-        error.strip()
-        == f"pfl-ext run: stopped after round {done}; pfl-ext resume FOLDER goes on from the last checkpoint"
-    )
+    assert error.strip().splitlines() == [
+        f"finishing round {done}, then saving; again to stop now",
+        f"pfl-ext run: stopped after round {done}; pfl-ext resume FOLDER goes on from the last checkpoint",
+    ]
     records = ResultsFolder.open(tmp_path).records()
     assert [record["round"] for record in records] == list(range(1, done + 1)) and done > 2
     (saved,) = (tmp_path / "checkpoints").iterdir()  # none was due before
