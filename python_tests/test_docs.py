@@ -225,7 +225,7 @@ def test_the_table_of_hooks_has_them_all() -> None:
     assert set(hooks) == functions and len(hooks) == len(functions)
     properties = {name for name, value in vars(Method).items() if isinstance(value, property)}
     said = {re.sub(r"\W.*", "", cell.strip("`")) for cell in _first_column("methods.md", "And what a method says")}
-    assert said == properties | {"private", "needs", "needs_validation", "refuses"}
+    assert said == properties | {"private", "needs", "needs_validation", "several_networks", "public", "refuses"}
 
 
 def test_the_glossary_has_the_stages_and_protocols_of_the_code() -> None:
