@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from shared_workers import Pool
 from torch import Tensor, nn
 
 from pfl_ext import data
 from pfl_ext.algorithms import METHODS
 from pfl_ext.data import Dataset, Partition
+from pfl_ext.engines import Workers, kept_processes
 from pfl_ext.federation import Engine, Federation, InProcess, Record, Settings, WorkingModel
 from pfl_ext.nn import Networks
 
@@ -110,10 +110,10 @@ def digits() -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    found = Pool(2)
-    yield found
-    found.close()
+def workers() -> Iterator[None]:
+    """Processes that all runs share: to start two takes seconds, a run of a test less."""
+    with kept_processes():
+        yield
 
 
 def _run(name: str, digits: Dataset, *others: nn.Module, store: str = "memory", **options: Any) -> Federation:
@@ -136,14 +136,16 @@ def _vectors(run: Federation) -> dict[str, Tensor]:
     return {**{f"server/{name}": vector for name, vector in run.server.items()}, **engine.state()}
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("name", METHODS)
-def test_workers_and_a_stop_change_no_bit_on_digits(name: str, digits: Dataset, pool: Pool, tmp_path: Path) -> None:
-    _check_same_bits(name, digits, pool, tmp_path)
+def test_workers_and_a_stop_change_no_bit_on_digits(name: str, digits: Dataset, tmp_path: Path) -> None:
+    _check_same_bits(name, digits, tmp_path)
 
 
+@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize("name", METHODS)
 def test_networks_of_different_shapes_change_no_bit_or_are_refused_with_the_reason(
-    name: str, digits: Dataset, pool: Pool, tmp_path: Path
+    name: str, digits: Dataset, tmp_path: Path
 ) -> None:
     torch.manual_seed(2)  # deeper, and with as many features
     other = nn.Sequential(nn.Flatten(), nn.Linear(64, 7), nn.ReLU(), nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 10))
@@ -151,18 +153,18 @@ def test_networks_of_different_shapes_change_no_bit_or_are_refused_with_the_reas
         with pytest.raises(ValueError, match=f"^{name} brings clients' models together .* so that all need one net"):
             _run(name, digits, other)
         return
-    run = _check_same_bits(name, digits, pool, tmp_path, other)
+    run = _check_same_bits(name, digits, tmp_path, other)
     assert run.server.networks == (0, 1, 1, 0)
 
 
-def _check_same_bits(name: str, digits: Dataset, pool: Pool, tmp_path: Path, *others: nn.Module) -> Federation:
+def _check_same_bits(name: str, digits: Dataset, tmp_path: Path, *others: nn.Module) -> Federation:
     """In one process, in workers, and after a stop; with several networks clients' rows are in files there."""
     whole = _run(name, digits, *others)
     told = _told(whole.run())
     expected = _vectors(whole)
 
     store = "mapped" if others else "memory"
-    side_by_side = _run(name, digits, *others, store=store, engine=pool.engine())
+    side_by_side = _run(name, digits, *others, store=store, engine=Workers(2))
     vectors: dict[str, Tensor] = {}
     found = []
     for record in side_by_side.rounds():
