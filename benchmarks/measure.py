@@ -92,7 +92,6 @@ class ReadBandwidth:
     """
 
     def __init__(self) -> None:
-        """Nothing is allocated yet."""
         self._own = torch.empty(0)
         self.floor = max(_MIN_BUFFER, 4 * last_level_cache())
         """The smallest buffer, in bytes, that no cache can hold."""

@@ -312,7 +312,6 @@ class SavedModels:
     """
 
     def __init__(self, folder: Path, experiment: Experiment, client: int, device: str | None = None) -> None:
-        """See the class."""
         federation = restored(folder, experiment, device=device)
         self._partition = federation.partition
         if not 0 <= client < self._partition.clients:

@@ -91,7 +91,6 @@ class Task(Options, abc.ABC):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         names = [metric for metric in self.extra_metrics if not callable(metric)]
         self.check("extra_metrics", set(names) <= METRICS.keys(), f"of {', '.join(METRICS)}")
@@ -172,7 +171,6 @@ class Classification(Task):
     label_smoothing: float = option(0.0, "weight of the uniform distribution in the targets that are trained")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("label_smoothing", 0 <= self.label_smoothing < 1, "from 0 to below 1")
 

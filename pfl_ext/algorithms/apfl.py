@@ -55,7 +55,6 @@ class APFL(Method):
     adaptive: bool = option(True, "learn each client's mixing weight")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", 0 <= self.alpha <= 1, "from 0 to 1")
 

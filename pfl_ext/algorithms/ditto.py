@@ -34,7 +34,6 @@ class Ditto(NewClients, Method):
     personal_steps: int = option(0, "steps of the personal model in a round instead of passes; 0: passes")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")

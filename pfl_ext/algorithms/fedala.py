@@ -53,7 +53,6 @@ class FedALA(Method):
     most_passes: int = option(100, "passes over the sample after which they have in any case")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("aggregated_layers", self.aggregated_layers >= 0, "not negative")
         self.check("weight_lr", self.weight_lr > 0, "above 0")

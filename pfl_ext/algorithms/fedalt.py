@@ -85,7 +85,6 @@ class FedAlt(PartiallyPersonal):
     personal_epochs: int = option(1, "passes over a client's data for the personal part in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
 

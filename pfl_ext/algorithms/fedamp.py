@@ -53,7 +53,6 @@ class FedAMP(Method):
     lam: float = option(0.1, "lambda; lam / alpha, below 2 / lr, is how strongly a model is held near its cloud model")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", self.alpha > 0, "above 0")
         self.check("sigma", self.sigma > 0, "above 0")

@@ -51,7 +51,6 @@ class FedAS(Method):
     align_lr: float = option(0.01, "step size of the alignment")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("align_epochs", self.align_epochs >= 0, "not negative")
         self.check("align_lr", self.align_lr > 0, "above 0")

@@ -39,7 +39,6 @@ class FedAsync(Ditto):
     rho: float = option(0.005, "weight of the proximal term of the local training")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", 0 < self.alpha <= 1, "above 0, up to 1")
         for name in ("b", "rho"):

@@ -32,7 +32,6 @@ class FedBABU(Method):
     fine_tune: str = option("full", "what is fine-tuned", choices=("full", "head", "body"))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 

@@ -51,7 +51,6 @@ class FedCAC(Method):
     beta: int = option(100, "beta, the round beyond which critical parameters are a client's own")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("tau", 0 < self.tau <= 1, "above 0, up to 1")
         self.check("beta", self.beta >= 1, "at least 1")

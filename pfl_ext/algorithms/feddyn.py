@@ -37,7 +37,6 @@ class FedDyn(Method):
     alpha: float = option(0.01, "weight of the dynamic regulariser")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", self.alpha > 0, "above 0 (without a regulariser use fedavg)")
 

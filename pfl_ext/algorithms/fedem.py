@@ -47,7 +47,6 @@ class FedEM(Method):
     components: int = option(3, "M, how many components; 1 is FedAvg")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("components", self.components >= 1, "at least 1")
 

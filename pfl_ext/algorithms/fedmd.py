@@ -70,7 +70,6 @@ class FedMD(Method):
     first_epochs: int = option(0, "passes over a client's own data before those of its first turn")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         for name in ("public_samples", "public_epochs", "first_epochs"):
             self.check(name, getattr(self, name) >= 0, "not negative")

@@ -52,7 +52,6 @@ class FedPAC(Method):
     head_epochs: int = option(1, "passes over a client's data for the head in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("head_epochs", self.head_epochs >= 0, "not negative")

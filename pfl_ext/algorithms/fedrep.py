@@ -30,7 +30,6 @@ class FedRep(Method):
     head_epochs: int = option(5, "passes over a client's data for the head in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("head_epochs", self.head_epochs >= 0, "not negative")
 

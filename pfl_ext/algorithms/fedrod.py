@@ -65,7 +65,6 @@ class FedRoD(NewClients, Method):
     personal_epochs: int = option(1, "passes over a client's data for the personal head in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("gamma", self.gamma >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
@@ -144,7 +143,6 @@ class FedRoDHyper(Method):
     hidden: int = option(16, "width of the hypernetwork")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("gamma", self.gamma >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")

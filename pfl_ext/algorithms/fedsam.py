@@ -26,7 +26,6 @@ class FedSAM(Method):
     rho: float = option(0.05, "radius of the perturbation; 0 is FedAvg")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("rho", self.rho >= 0, "not negative")
 

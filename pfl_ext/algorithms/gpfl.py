@@ -34,7 +34,6 @@ class ConditionalValve(nn.Module):
     """Scales and shifts features by what a condition says."""
 
     def __init__(self, features: int) -> None:
-        """For so many features."""
         super().__init__()
         self.scale, self.shift = (
             nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.LayerNorm([features])) for _ in range(2)
@@ -76,7 +75,6 @@ class GPFL(Method):
     lam: float = option(0.01, "lambda, how strongly global features are drawn to the embeddings of their classes")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
 

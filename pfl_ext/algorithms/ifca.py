@@ -41,7 +41,6 @@ class IFCA(Method):
     clusters: int = option(2, "how many models there are; 1 is FedAvg with clients that count alike")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("clusters", self.clusters >= 1, "at least 1")
 

@@ -51,7 +51,6 @@ class KNNPer(FedAvg):
     tune: bool = option(False, "let each client choose its lambda on its validation data")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("neighbours", self.neighbours >= 1, "at least 1")
         self.check("weight", 0 <= self.weight <= 1, "from 0 to 1")

@@ -56,7 +56,6 @@ class LayerWise(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("rho", self.rho >= 0, "not negative")
         if not self.p >= 1:

@@ -43,7 +43,6 @@ class MOON(Method):
     tau: float = option(0.5, "tau, temperature of the contrast")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("mu", self.mu >= 0, "not negative")
         self.check("tau", self.tau > 0, "above 0")

@@ -37,7 +37,6 @@ class MTL(Method):
     lam: float = option(0.1, "lambda, how strongly a client's model is drawn to the mean; 0 is standalone")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
 

@@ -54,7 +54,6 @@ class PerFedAvg(Method):
     personal_steps: int = option(1, "steps on training data that make the personal model")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", self.alpha >= 0, "not negative")
         self.check("delta", self.delta > 0, "above 0")

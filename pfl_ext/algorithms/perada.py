@@ -53,7 +53,6 @@ class PerAda(DistillingMethod):
     personal_lr: float = option(0.0, "step size of the personal adapter; 0: lr")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")

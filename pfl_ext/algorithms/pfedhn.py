@@ -68,7 +68,6 @@ class PFedHN(Method):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay"):
             self.check(name, getattr(self, name) >= 0, "not negative")

@@ -56,7 +56,6 @@ class PFedMe(Method):
     everyone: bool = option(False, "let all clients train in each round; those that were not selected send nothing")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("personal_lr", self.personal_lr > 0, "above 0")
         self.check("lam", self.lam > 0, "above 0")

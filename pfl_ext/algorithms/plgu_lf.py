@@ -61,7 +61,6 @@ class PLGULF(LayerWise, Method):
     ascent: str = option("personal", "whose gradient the perturbation follows", choices=("personal", "global"))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("personal_layers", self.personal_layers is None or self.personal_layers >= 0, "not negative")
 

@@ -55,7 +55,6 @@ class SCAFFOLD(Method):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("server_lr", self.server_lr > 0, "above 0")
 

@@ -78,7 +78,6 @@ class SCD(NewClients, Method):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam_g", self.lam_g >= 0, "not negative")
         self.check("lam_p", self.lam_p >= 0, "not negative")

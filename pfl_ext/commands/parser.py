@@ -31,7 +31,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Help as wide as the terminal, up to a width that is read with ease."""
 
     def __init__(self, prog: str) -> None:
-        """See the class."""
         super().__init__(prog, max_help_position=30, width=min(_WIDTH, shutil.get_terminal_size().columns) - 2)
 
 
@@ -42,7 +41,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, operands: str = "", **more: Any) -> None:
-        """Of ``pfl-ext COMMAND OPERANDS [options]``."""
         super().__init__(
             **{
                 "prog": f"pfl-ext {command}",

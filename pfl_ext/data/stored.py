@@ -61,7 +61,6 @@ class StoredTensor:
         return math.prod(self.whole[1:]) * self.dtype.itemsize
 
     def __len__(self) -> int:
-        """How many samples."""
         return self.whole[0] if self.rows is None else len(self.rows)
 
     def is_floating_point(self) -> bool:

@@ -40,7 +40,6 @@ class EngineOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("workers", 1 <= self.workers <= 1024, "from 1 to 1024")
         self.check("streams", 1 <= self.streams <= 64, "from 1 to 64")

@@ -41,7 +41,6 @@ class Exchange:
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, keep: Callable[[Tensor, str], Vector]) -> None:
-        """See the class."""
         self._ranks, self._device, self._keep = ranks, device, keep
         self._slices: dict[tuple[int, int], Vector] = {}
         self._waiting: queue.SimpleQueue[tuple[int, Tensor] | None] = queue.SimpleQueue()

@@ -89,7 +89,6 @@ class Site:
     """
 
     def __init__(self, ranks: Ranks, plan: Plan, clients: Sequence[int]) -> None:
-        """See the class."""
         self.averages: dict[int, Tensor] = {}
         self.turns = Turns()
         self._ranks, self._plan, self.rank = ranks, plan, ranks.rank

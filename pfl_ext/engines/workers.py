@@ -107,7 +107,6 @@ class _Slots:
     """Tensors in files that are written again and again: a new file costs 274 us to write and 90 to map, this 10."""
 
     def __init__(self, folder: Path) -> None:
-        """None yet."""
         self._folder = folder / "slots"
         self._open: dict[Path, Tensor] = {}
 
@@ -139,7 +138,6 @@ class _Worker:
     """What a worker process has."""
 
     def __init__(self, plan: Plan, store: ClientStore, server: Mapping[str, MappedTensor], folder: Path) -> None:
-        """Make the runtime of all clients."""
         self._files = plan.method.buffer is not None or plan.settings.store == "mapped"
         self._folder, self._slots = folder, _Slots(folder)
         self._round, self._used = 0, 0
@@ -156,7 +154,6 @@ class _Worker:
         return {name: self._slots.write(f"{label}-{name}", vector) for name, vector in vectors.items()}
 
     def __call__(self, requests: Sequence[Request]) -> list[Reply]:
-        """Carry out several requests."""
         replies = []
         for request in requests:
             reply = self.runtime(request)
@@ -212,7 +209,6 @@ class Workers(Here):
     """
 
     def __init__(self, workers: int) -> None:
-        """See the class."""
         leave_if_imported_by_a_worker()
         self.workers = workers
         self._processes: Processes | None = None

@@ -315,7 +315,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """See the class."""
         self.folder, self.identity = folder, identity
         self._saved_at = time.monotonic()
         self._known: dict[Path, tuple[int, ...]] = {}  # what this process has written or found good, as it was then

@@ -75,7 +75,6 @@ class Clock:
     """
 
     def __init__(self, devices: Sequence[Device], aggregation: float = 0.0) -> None:
-        """See the class."""
         self.devices, self.aggregation = tuple(devices), aggregation
         for k, device in enumerate(self.devices):
             _check(f"client {k}", device)

@@ -90,7 +90,6 @@ class Federation:
         auxiliary: Dataset | None = None,
         extra_tests: Mapping[str, Sequence[Dataset]] | None = None,
     ) -> None:
-        """See the class."""
         self.settings = s = Settings() if settings is None else settings
         device, tests = usable_device(s), extra_tests or {}
         self.method, self.dataset, self.partition = method, dataset.to(device), partition

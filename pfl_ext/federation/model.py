@@ -121,7 +121,6 @@ class WorkingModel:
         server_buffers: tuple[str, ...] = (),
         network: int = 0,
     ) -> None:
-        """See the class."""
         self.network = network
         everything = [*module.named_parameters(), *module.named_buffers()]
         _check(module, everything)

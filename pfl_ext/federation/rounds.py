@@ -103,7 +103,6 @@ class Synchronous:
     def __init__(
         self, method: Method, settings: Settings, server: Server, engine: Engine, samples: Sequence[int], clock: Clock
     ) -> None:
-        """See the class."""
         self.method, self.settings, self.engine, self.samples, self.clock = method, settings, engine, samples, clock
         self.server = server
         protocols: tuple[str, ...] = PROTOCOLS[:2] if settings.clock != "none" else ()
@@ -216,7 +215,6 @@ class Asynchronous:
     def __init__(
         self, method: Method, settings: Settings, server: Server, engine: Engine, samples: Sequence[int], clock: Clock
     ) -> None:
-        """See the class."""
         if settings.protocol == "until-arrival":
             raise ValueError(f"{method.name} is asynchronous; its protocol is compute-and-wait or wait-free")
         self.method, self.settings, self.engine, self.samples, self.clock = method, settings, engine, samples, clock

@@ -37,7 +37,6 @@ class Schedule(Options):
     personal_cap: int = option(0, "most personal steps of a turn; 0: no limit")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("participation", 0 < self.participation <= 1, "above 0, up to 1")
         for name in ("rounds", "new_clients", "join_round", "personal_cap"):
@@ -90,7 +89,6 @@ class Evaluation(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("evaluate_every", self.evaluate_every >= 1, "of 1 or more")
         self.check("evaluate_clients_every", self.evaluate_clients_every >= 1, "of 1 or more")
@@ -126,7 +124,6 @@ class Compute(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         # OpenMP ends the process where it cannot have the memory for so many.
         self.check("threads", 1 <= self.threads <= 1024, "from 1 to 1024")
@@ -164,7 +161,6 @@ class ClockOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         for name in ("clock_compute", "clock_up", "clock_down"):
             self.check(name, getattr(self, name) > 0, "above 0")
@@ -191,7 +187,6 @@ class Privacy(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("dp_noise", self.dp_noise >= 0, "of 0 or more")
         self.check("dp_clip", self.dp_clip > 0 or (self.dp_clip == 0 and self.dp_noise == 0), "above 0 with dp_noise")

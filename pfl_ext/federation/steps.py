@@ -95,7 +95,6 @@ class Steps:
         add: Sequence[Tensor] | None = None,
         expected: int | None = None,
     ) -> None:
-        """See the class."""
         self.client, self.method = client, method
         self.params: list[Tensor] = list(client.model.trained if params is None else params)
         self._add = None if add is None else list(add)

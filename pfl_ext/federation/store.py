@@ -41,7 +41,6 @@ class ClientStore:
     def __init__(
         self, clients: int | Mapping[int, int], initial: Mapping[str, Tensor], folder: Path | None = None
     ) -> None:
-        """See the class."""
         for name, vector in initial.items():
             if vector.dim() != 1:
                 raise ValueError(f"{name} has the shape {list(vector.shape)}; what a client keeps is made of vectors")

@@ -19,7 +19,6 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        """Nothing was asked for yet."""
         self.stage: Stage | None = None
         self.asked = self.done = 0
         self._round = -1

@@ -33,7 +33,6 @@ class InThread:
     """Delivers in a thread beside the training, which begins with the first upload that is not waited for."""
 
     def __init__(self) -> None:
-        """See the class."""
         self._thread = ThreadPoolExecutor(1, "upload")
 
     def begin(self, deliver: Deliver, request: Request, sent: Mapping[str, Tensor], wait: bool = False) -> Arrived:
@@ -47,7 +46,6 @@ class ToHost:
     """Copies vectors of a GPU to pinned memory of the host, on a stream of its own, and delivers them there."""
 
     def __init__(self, device: torch.device) -> None:
-        """See the class."""
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def begin(self, deliver: Deliver, request: Request, sent: Mapping[str, Tensor], wait: bool = False) -> Arrived:

@@ -71,7 +71,6 @@ class GridEngine(Here):
     """
 
     def __init__(self, grid: Grid, run: str, *, timeout: float = 3600.0, wait: float = 600.0) -> None:
-        """See the class."""
         self._grid, self._run, self.timeout, self._wait = grid, run, timeout, wait
         self._nodes: dict[int, Introduction] = {}
         self._met: set[int] = set()

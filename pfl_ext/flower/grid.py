@@ -52,7 +52,6 @@ class ArrivingGrid(Grid):
     """Another grid whose :meth:`send_and_receive` does not wait for the last reply to hand on the first."""
 
     def __init__(self, grid: Grid) -> None:
-        """Of this one."""
         self._grid = grid
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:

@@ -64,7 +64,6 @@ class FusedFedAvg(FedAvg):
     """
 
     def __init__(self, *, lr: float = 1.0, nonfinite: str = "skip", streaming: bool = False, **fedavg: Any) -> None:
-        """See the class."""
         super().__init__(**fedavg)
         if not math.isfinite(lr):
             raise ValueError(f"lr is {lr}; a finite number is accepted")

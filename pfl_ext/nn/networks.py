@@ -104,7 +104,6 @@ class ScaledInput:
         return self.channels or shape[0], self.size or shape[1], self.size or shape[2]
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The scaled images."""
         (x,) = inputs
         if self.size and x.shape[-1] != self.size:
             x = F.interpolate(x, (self.size, self.size), mode="bilinear", align_corners=False)

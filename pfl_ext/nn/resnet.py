@@ -113,7 +113,6 @@ class ResNet(nn.Module):
         stem: str = "imagenet",
         norm: str = "batch",
     ) -> None:
-        """See the class."""
         super().__init__()
         normalisation = _normalisation(norm)
         if stem == "imagenet":
@@ -178,7 +177,6 @@ class WideResNet(nn.Module):
     """
 
     def __init__(self, channels: int, classes: int, depth: int = 28, width: int = 10, norm: str = "batch") -> None:
-        """See the class."""
         super().__init__()
         if depth < 10 or (depth - 4) % 6 or width < 1:
             raise ValueError(f"a wide ResNet of depth {depth} and width {width}; 10, 16, 22, 28, ... and 1 or more are")

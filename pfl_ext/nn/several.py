@@ -26,7 +26,6 @@ class Networks(nn.Module):
     """
 
     def __init__(self, networks: Sequence[nn.Module], clients: Sequence[int] = ()) -> None:
-        """See the class."""
         super().__init__()
         if not networks or len({id(network) for network in networks}) < len(networks):
             raise ValueError(f"{len(networks)} networks, some of them the same object; accepted are different ones")

@@ -473,7 +473,6 @@ class SpectralTeacher:
         return self._parts[0][0].shape[0]
 
     def __repr__(self) -> str:
-        """Sizes and options."""
         return (
             f"SpectralTeacher(sizes={self._sizes}, clients={self.clients}, tau={self.tau}, scope={self.scope!r}, "
             f"length={self.length!r})"

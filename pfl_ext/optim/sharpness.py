@@ -65,7 +65,6 @@ class SAM(Optimizer):
         literal_exponent: bool = False,
         **base_options: Any,
     ) -> None:
-        """See the class."""
         if isinstance(base_optimizer, Optimizer) or not callable(base_optimizer):
             raise TypeError(f"base_optimizer is {base_optimizer!r}; a class such as torch.optim.SGD is accepted")
         if norm not in ("global", "layer"):
@@ -215,7 +214,6 @@ class LWSAM(SAM):
         groups: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        """See the class."""
         super().__init__(params, base_optimizer, **options)
         count = sum(len(group["params"]) for group in self.param_groups)
         if groups is None:

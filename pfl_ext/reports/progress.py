@@ -125,13 +125,11 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the display."""
         self.close()
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
