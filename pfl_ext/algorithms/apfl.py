@@ -97,7 +97,7 @@ class APFL(Method):
         return {"model": model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """The clients' mean."""
+        """Average the clients' models; each counts alike."""
         server["model"] = uploads.average(equally=True)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

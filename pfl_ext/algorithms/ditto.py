@@ -61,9 +61,9 @@ class Ditto(NewClients, Method):
         client["personal"] = client.model.state()
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """v_k."""
+        """The client's personal model v_k."""
         return {"personal": self.personal_of(client, received["model"])}

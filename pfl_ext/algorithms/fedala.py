@@ -116,7 +116,7 @@ class FedALA(Method):
         return len(losses) > _LOSSES and statistics.pstdev(losses[-_LOSSES:]) < self.threshold
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -107,5 +107,5 @@ class FedAMP(Method):
         return torch.where(known[:, None], others + own, known / known.sum())
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w_k."""
+        """The client's model w_k, which the server has the only copy of."""
         return {"personal": received["model"]}

@@ -57,7 +57,7 @@ class FedAsync(Ditto):
         return {"model": client.model.state()}
 
     def weight(self, staleness: int) -> float:
-        """s."""
+        """The factor s of an upload whose model is ``staleness`` changes of the server's model old."""
         if self.staleness == "constant":
             return 1.0
         if self.staleness == "polynomial":

@@ -49,7 +49,7 @@ class FedAvgM(Method):
         return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Step by the velocity."""
+        """Move the server's model by the velocity, which takes up the clients' mean change."""
         carried = self.server_momentum * server["velocity"]
         mean, parameters = uploads.average(), slice(len(carried))
         w = server["model"][parameters]

@@ -37,7 +37,7 @@ class FedBABU(Method):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """After the last round."""
+        """Clients fine-tune after the last round."""
         return ("finish",)
 
     def set_up(self, server: Server) -> None:
@@ -50,11 +50,11 @@ class FedBABU(Method):
         return {"head": model.part(self.head).read(), "personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The body."""
+        """Send the body; every client has the same head h."""
         return {"body": server["body"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train the body alone."""
+        """Train the body under the fixed head h, and send it."""
         head = client.model.part(self.head)
         head.write(client["head"])
         (~head).write(received["body"])
@@ -66,7 +66,7 @@ class FedBABU(Method):
         server["body"] = uploads.average("body")
 
     def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-        """Fine-tune."""
+        """Fine-tune what the option ``fine_tune`` names, from the received body."""
         head = client.model.part(self.head)
         head.write(client["head"])
         (~head).write(received["body"])
@@ -80,6 +80,6 @@ class FedBABU(Method):
         return {"personal": client["personal"]} if "personal" in client else {}
 
     def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor:
-        """The body under h."""
+        """The server's body under the initial head h."""
         head = model.part(self.head)
         return model.whole((~head, server["body"]), (head, server["head"]))

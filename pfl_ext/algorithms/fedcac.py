@@ -77,7 +77,7 @@ class FedCAC(Method):
         return {"model": found}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train the mixture."""
+        """Train the model that the server mixed for this client."""
         client.model.load(received["model"])
         client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
@@ -120,5 +120,5 @@ class FedCAC(Method):
         return found | (pairs & (overlap >= mean + round / self.beta * (most - mean)))
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """theta_k."""
+        """The client's last theta_k, which the server has."""
         return {"personal": received["model"]}

@@ -89,7 +89,7 @@ class FedMD(Method):
         server["consensus_rows"], server["agreed"] = server["rows"].clone(), torch.zeros(1)
 
     def _drawn(self, server: Server) -> Tensor:
-        """D_t."""
+        """The rows of the public samples D_t, drawn for this round."""
         assert server.auxiliary is not None
         samples = len(server.auxiliary)
         rows = torch.randperm(samples, generator=server.stream("public"))[: self.public_samples or samples]
@@ -118,7 +118,7 @@ class FedMD(Method):
         return {"outputs": outputs_of(client.model, client["personal"], client.public, received["rows"])}
 
     def _digest(self, client: Client, rows: Tensor, consensus: Tensor) -> None:
-        """Steps towards the consensus."""
+        """Train the client's model on the public samples towards the consensus."""
         apart = F.l1_loss if self.distance == "absolute" else F.mse_loss
 
         def loss(outputs: Tensor, batch: Batch) -> Tensor:
@@ -136,5 +136,5 @@ class FedMD(Method):
         server["rows"], server["agreed"] = self._drawn(server), torch.ones(1)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w_k."""
+        """The client's own model w_k."""
         return {"personal": client["personal"]}

@@ -122,7 +122,7 @@ class FedPAC(Method):
         server["heads"] = heads
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(phi, h_k)."""
+        """The received representation phi under the client's head h_k."""
         head = client.model.part(self.head)
         return {"personal": client.model.whole((~head, received["representation"]), (head, received["head"]))}
 

@@ -37,5 +37,5 @@ class FedProx(Method):
         return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()

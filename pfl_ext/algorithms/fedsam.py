@@ -36,5 +36,5 @@ class FedSAM(Method):
         return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()

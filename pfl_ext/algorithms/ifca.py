@@ -45,11 +45,11 @@ class IFCA(Method):
         self.check("clusters", self.clusters >= 1, "at least 1")
 
     def set_up(self, server: Server) -> None:
-        """theta_j, a row each."""
+        """The server keeps the clusters' models theta_j as the rows of one tensor."""
         server["models"] = drawn_states(server, self.clusters)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """All models."""
+        """Send every cluster's model."""
         return sent_states(server["models"])
 
     def _choice(self, client: Client, models: list[Tensor]) -> int:

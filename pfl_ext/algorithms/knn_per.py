@@ -57,7 +57,7 @@ class KNNPer(FedAvg):
         self.check("scale", self.scale > 0, "above 0")
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> Models:
-        """p_k."""
+        """A predictor of log p_k: the received model mixed with the nearest training samples."""
         state = received["model"]
         client.model.load(state)
         memory, labels = client.features(client.train, self.head)

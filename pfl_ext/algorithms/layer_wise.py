@@ -67,7 +67,7 @@ class LayerWise(Options):
         self.check("radius", not full or self.p > 1, "sum or mean where p is 1")
 
     def layers_of(self, model: WorkingModel) -> Layers:
-        """The network's layers."""
+        """The layers that this network is cut into, by the option ``layers``."""
         return model.layers(cast(Each, self.layers))
 
     def left_out(self, model: WorkingModel, params: Sequence[Tensor], groups: Sequence[int]) -> Tensor | None:

@@ -52,7 +52,7 @@ class MOON(Method):
         return {"previous": model.state()}
 
     def _other(self, client: Client, state: Tensor) -> Features:
-        """Another model's features."""
+        """Makes features by another model, which is not trained."""
         model = WorkingModel(copy.deepcopy(client.model.module))
         model.load(state)
         model.module.eval()
@@ -79,7 +79,7 @@ class MOON(Method):
         return {"model": model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
 

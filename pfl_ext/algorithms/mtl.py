@@ -41,7 +41,7 @@ class MTL(Method):
         self.check("lam", self.lam >= 0, "not negative")
 
     def set_up(self, server: Server) -> None:
-        """The mean."""
+        """The server keeps the mean of all clients' models."""
         server["mean"] = server.model.state()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class MTL(Method):
         return {"personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The mean."""
+        """Send the mean of all clients' models."""
         return {"mean": server["mean"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,5 +66,5 @@ class MTL(Method):
         server["mean"] = server["mean"] + len(uploads) / server.members * change
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """v_k."""
+        """The client's own model v_k."""
         return {"personal": client["personal"]}

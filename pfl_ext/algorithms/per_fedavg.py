@@ -60,7 +60,7 @@ class PerFedAvg(Method):
         self.check("personal_steps", self.personal_steps >= 0, "not negative")
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """SGD on F_k."""
+        """Train from w by the steps of the chosen variant."""
         model = client.model
         model.load(received["model"])
         params: list[Tensor] = list(model.trained)
@@ -88,7 +88,7 @@ class PerFedAvg(Method):
         return {"model": model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """The clients' mean."""
+        """Average the clients' models; each counts alike."""
         server["model"] = uploads.average(equally=True)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

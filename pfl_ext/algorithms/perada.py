@@ -60,7 +60,7 @@ class PerAda(DistillingMethod):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Beside the upload."""
+        """Clients train their personal adapters while their uploads are on the way."""
         return ("personal",)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:

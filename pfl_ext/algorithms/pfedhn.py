@@ -157,7 +157,7 @@ class PFedHN(Method):
             server[_BUFFERS] = uploads.average(_BUFFERS)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """theta_k."""
+        """The model theta_k that the hypernetwork makes for the client."""
         return {"personal": self.state_of(client, received)}
 
 

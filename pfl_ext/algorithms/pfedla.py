@@ -110,7 +110,7 @@ class PFedLA(Method):
         return {"model": mixed}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train the mixture."""
+        """Train the model that the server mixed for this client."""
         client.model.load(received["model"])
         client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
@@ -135,5 +135,5 @@ class PFedLA(Method):
         server["hypernetworks"] = numbers
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mixture."""
+        """The model that the server mixes for this client."""
         return {"personal": received["model"]}

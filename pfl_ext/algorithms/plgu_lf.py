@@ -65,7 +65,7 @@ class PLGULF(LayerWise, Method):
         self.check("personal_layers", self.personal_layers is None or self.personal_layers >= 0, "not negative")
 
     def _count(self, model: WorkingModel) -> int:
-        """D."""
+        """The number D of personal layers in this network."""
         layers = len(self.layers_of(model).names)
         if self.personal_layers is None:
             return max(1, round(layers * 5 / 23))

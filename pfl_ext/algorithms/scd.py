@@ -137,9 +137,9 @@ class SCD(NewClients, Method):
         return nearer
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The personal model."""
+        """The client's personal model."""
         return {"personal": self.personal_of(client, received["model"])}

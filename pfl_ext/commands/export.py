@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Write it."""
+    """Write the model that the request names into its file."""
     experiment = experiment_of(request.folder, request.data_root, trusted=request.trust_code)
     federation = restored(request.folder, experiment)
     if request.client is None:

@@ -23,7 +23,7 @@ _SPLITS = ("train", "validation", "test", "global_test")
 
 @dataclass(frozen=True)
 class Request:
-    """Landscapes to be drawn."""
+    """The runs around whose models the loss is drawn, and how finely."""
 
     folders: tuple[Path, ...]
     client: int

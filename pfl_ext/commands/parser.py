@@ -21,7 +21,7 @@ class _Everything(argparse.Action):
     """Print all options, and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """In place of setting a value."""
+        """Print the help with all options and exit; argparse calls it for ``--help-all``."""
         assert isinstance(parser, Parser)
         print(parser.format_help(everything=True), end="")
         parser.exit()

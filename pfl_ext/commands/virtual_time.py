@@ -22,7 +22,7 @@ __all__ = ["Request", "execute", "flags", "parse"]
 
 @dataclass(frozen=True)
 class Request:
-    """Runs to be timed."""
+    """The finished runs to time, and the accuracies they are to reach."""
 
     folders: tuple[Path, ...]
     targets: tuple[float, ...]

@@ -34,7 +34,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def leaves(inputs: Any) -> list[Any]:
-    """The tensors."""
+    """All tensors of some inputs, in a fixed order."""
     return [inputs] if isinstance(inputs, Tensor) else [leaf for _, leaf in named(inputs)]
 
 

@@ -82,7 +82,7 @@ class Exchange:
             self._error = error
 
     def _exchange(self) -> None:
-        """Until nobody has more."""
+        """Send and receive until no rank has more to send."""
         if self._device.type != "cuda":
             self._steps()
             return

@@ -235,7 +235,7 @@ class Site:
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """What the store has."""
+        """All vectors that the clients keep, for a checkpoint."""
         return self.store.tensors()
 
     def save(self, stem: Path) -> Path:

@@ -44,7 +44,7 @@ class _PortableDataset:
 
     @classmethod
     def of(cls, dataset: Dataset, folder: Path, label: str) -> _PortableDataset:
-        """Write the large tensors."""
+        """Write the dataset's large tensors into files of ``folder``."""
 
         def file_of(value: Any, name: str) -> Any:
             large = isinstance(value, Tensor) and value.nbytes >= LARGE
@@ -92,7 +92,7 @@ class _PortablePlan:
         return cls(empty, _PortableDataset.of(plan.dataset, folder, "data"), tests, public)
 
     def open(self) -> Plan:
-        """The plan."""
+        """The plan with its data mapped and a module of its own."""
         dataset = self.dataset.open()
         tests = {
             name: [(dataset if data is None else data.open(), rows) for data, rows in parts]
@@ -111,7 +111,7 @@ class _Slots:
         self._open: dict[Path, Tensor] = {}
 
     def __contains__(self, file: MappedTensor) -> bool:
-        """Whether that is such a file."""
+        """Whether the tensor is in a file of this folder."""
         return file.path.parent == self._folder
 
     def write(self, name: str, tensor: Tensor) -> MappedTensor:
@@ -319,7 +319,7 @@ class Workers(Here):
             super().release(vector)
 
     def state(self) -> dict[str, Tensor]:
-        """What the store has."""
+        """All vectors that the clients keep, for a checkpoint."""
         return self.store.tensors()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

@@ -343,7 +343,7 @@ class Checkpoints:
     def save(
         self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], shards: Sequence[Path] = ()
     ) -> None:
-        """Write one; see :func:`save`."""
+        """Write a checkpoint into the folder; the arguments are those of :func:`save`."""
         self._remember(save(self.folder, step, self.identity, state, tensors, shards, self._is_good))
         self._saved_at = time.monotonic()
 

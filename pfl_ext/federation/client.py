@@ -89,7 +89,7 @@ class Client:
         settings: Settings,
         public: Dataset | None = None,
     ) -> None:
-        """Made by the runtime."""
+        """Not called by users: the runtime makes a client for each turn."""
         self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
         self.train, self.validation, self.test = rows
         self.privacy: Privacy | None = settings.privacy

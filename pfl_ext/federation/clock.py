@@ -225,7 +225,7 @@ class Timeline:
         return found
 
     def state(self) -> list[float]:
-        """Everything to save."""
+        """The timeline as numbers, from which :meth:`restore` goes on."""
         return [self.time, self._sends, *self._free]
 
     def restore(self, state: Sequence[float]) -> None:

@@ -35,7 +35,7 @@ class Reports(Protocol):
     """What clients reported, by their numbers."""
 
     def __getitem__(self, client: int) -> dict[str, float]:
-        """One client's."""
+        """The numbers that one client reported, by name."""
 
 
 @dataclass

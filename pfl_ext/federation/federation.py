@@ -179,7 +179,7 @@ class Federation:
                 self._pause(stop, due=True)
 
     def _heard(self) -> None:
-        """Answer the first Ctrl-C."""
+        """Say, on the first Ctrl-C, that the run stops after its round."""
         saving = "" if self._checkpoints is None else ", then saving"
         self.answer(f"finishing {self._at_work}{saving}; again to stop now")
 

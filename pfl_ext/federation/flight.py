@@ -36,7 +36,7 @@ class Flying:
 
     @property
     def client(self) -> int:
-        """The client's number."""
+        """The number of the client whose turn this is."""
         return self.work.client
 
 

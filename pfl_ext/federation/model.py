@@ -64,7 +64,7 @@ class Part:
         self.size = sum(self._sizes)
 
     def __invert__(self) -> Part:
-        """The others."""
+        """The rest of the model: all tensors that are not in this part."""
         return self._model._part_of(frozenset(range(len(self._model.shapes))) - self._chosen)
 
     def of(self, state: Tensor) -> Tensor:

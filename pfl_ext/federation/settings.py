@@ -18,7 +18,7 @@ __all__ = ["ClockOptions", "Compute", "Evaluation", "Privacy", "Schedule", "Sett
 
 @dataclass(frozen=True)
 class Schedule(Options):
-    """Who takes part when."""
+    """Rounds, seed, and which clients take part in which round."""
 
     rounds: int = option(20, "communication rounds T", identity=False)
     participation: float = option(1.0, "fraction of the clients selected in a round")
@@ -59,7 +59,7 @@ class Training(Options):
 
 @dataclass(frozen=True)
 class Evaluation(Options):
-    """What is evaluated."""
+    """Which models are evaluated, on what, and how often."""
 
     evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", identity=False)
     evaluate: str = option(

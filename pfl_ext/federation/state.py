@@ -27,7 +27,7 @@ class ClientReports:
         self._of: list[dict[str, float]] = [{} for _ in range(clients)]
 
     def __getitem__(self, client: int) -> dict[str, float]:
-        """All of one client's."""
+        """All numbers that one client has reported, by name."""
         return self._of[client]
 
     def update(self, client: int, report: Mapping[str, float]) -> None:

@@ -164,7 +164,7 @@ class Steps:
         self._count(factor)
 
     def _count(self, factor: float) -> None:
-        """A step was taken."""
+        """Note that a step was taken, with the factor of its step size."""
         self.taken += 1
         if self._scheduled:
             self._factors.append(factor)

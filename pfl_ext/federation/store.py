@@ -81,7 +81,7 @@ class ClientStore:
         return {name: value for name, value in vars(self).items() if name not in ("_rows", "_written")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Open the files again."""
+        """Open the files of the folder again, in this process."""
         self.__dict__.update(state, _rows={}, _written={})
         self._open()
 

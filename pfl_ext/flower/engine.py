@@ -300,7 +300,7 @@ class GridEngine(Here):
         return kept
 
     def _rows(self, kept: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """As :meth:`ClientStore.tensors` has it."""
+        """The kept vectors in the form of :meth:`ClientStore.tensors`."""
         found = {}
         for name, initial in self._kept.items():
             clients = [k for k in sorted(kept) if name in kept[k]]

@@ -54,7 +54,7 @@ class ContextStore(ClientStore):
         return self._kept.get(label, self.initial[label]).clone()
 
     def write(self, client: int, name: str, vector: Tensor) -> None:
-        """Keep ``vector``."""
+        """Keep ``vector`` in the node's state under the client's name for it."""
         label = self.label(client, name)
         initial = self.initial[label]
         if vector.shape != initial.shape:

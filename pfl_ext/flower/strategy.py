@@ -36,7 +36,7 @@ def write_arrays(model: nn.Module | Mapping[str, Tensor]) -> ArrayRecord:
 
 
 class _Client(NamedTuple):
-    """What a client sent."""
+    """A client's reply: its model, weight and metrics."""
 
     node: int
     model: dict[str, Tensor]
@@ -77,7 +77,7 @@ class FusedFedAvg(FedAvg):
         self._asked: set[int] = set()
 
     def summary(self) -> None:
-        """Log what it does."""
+        """Log the options of the average, then Flower's own summary."""
         log(INFO, "\t├──> Fused average: lr %g, nonfinite %s, streaming %s", self.lr, self.nonfinite, self.streaming)
         super().summary()
 

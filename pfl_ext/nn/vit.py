@@ -57,7 +57,7 @@ class EncoderBlock(nn.Module):
             nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Attention, then the perceptron, each added to its input."""
         x = x + self.dropout(self.self_attention(self.ln_1(x)))
         return x + self.mlp(self.ln_2(x))
 
@@ -73,7 +73,7 @@ class Encoder(nn.Module):
         self.ln = nn.LayerNorm(width, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encoded tokens."""
+        """Add the position embeddings, and encode the tokens."""
         return self.ln(self.layers(x + self.pos_embedding))
 
 

@@ -685,7 +685,7 @@ class StreamingAverage:
     def __init__(
         self, *, normalize: bool = True, integers: Integers = "round", nonfinite: Nonfinite = "propagate"
     ) -> None:
-        """Options as in :func:`weighted_average`."""
+        """The options are those of :func:`weighted_average`."""
         one_of("integers", integers, ("round", "server", "first"))
         one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
         self.normalize = normalize

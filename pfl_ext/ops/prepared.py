@@ -71,7 +71,7 @@ class Prepared(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
 
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        """The tensors at these places."""
+        """The tensor at this index, or those of a slice."""
         return self.tensors[index]
 
     def __iter__(self) -> Iterator[Tensor]:

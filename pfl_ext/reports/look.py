@@ -67,7 +67,7 @@ class Look:
 
     @property
     def digits(self) -> int:
-        """Decimals of the metric."""
+        """How many decimals of the metric are shown."""
         return digits_of(self.metric or "accuracy")
 
     def of(self, metric: str) -> Look:
