@@ -68,7 +68,7 @@ def peak_extra_bytes(run: Callable[[], Any]) -> tuple[Any, int | None]:
     """The result of ``run``, and the most memory it held at once beyond what was there before, result included.
 
     Linux keeps a high-water mark of the resident memory that a process may reset, so this sees every allocator:
-    torch's, NumPy's and the native kernels'. Exact to some pages a thread. None where there is no such mark.
+    torch's, NumPy's and the native kernels'. Exact to some pages per thread. None where there is no such mark.
     """
     try:
         # Memory that the C library keeps for later would be used without showing up, so give it back first.

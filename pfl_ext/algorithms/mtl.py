@@ -14,7 +14,7 @@ __all__ = ["MTL"]
 
 @dataclass(frozen=True)
 class MTL(Method):
-    r"""Mean-regularised multi-task learning, a task a client (Evgeniou and Pontil, 2004; Smith et al., 2017).
+    r"""Mean-regularised multi-task learning, each client one task (Evgeniou and Pontil, 2004; Smith et al., 2017).
 
     .. math::
         \min_{v_1, \dots, v_m} \sum_k L_k(v_k) + \tfrac{\lambda}{2} \|v_k - \bar v\|^2,

@@ -69,6 +69,6 @@ def shapes(inputs: Any) -> Any:
 
 
 def split(inputs: Inputs, size: int) -> list[Inputs]:
-    """Nests of so many samples each."""
+    """Nests of ``size`` samples each, of which the last may have fewer."""
     every = [leaf.split(size) for leaf in leaves(inputs)]
     return [filled(inputs, parts) for parts in zip(*every, strict=True)]

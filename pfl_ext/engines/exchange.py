@@ -135,7 +135,7 @@ class Exchange:
                 self._slices[rank, number] = self._keep(into[rank], f"slice-{rank}-{number}")
 
     def _bounds(self, size: int) -> list[tuple[int, int]]:
-        """Where each rank's slice of so many numbers begins and ends."""
+        """Where each rank's slice of this many numbers begins and ends."""
         step = -(-size // self._ranks.size)
         return [(min(r * step, size), min((r + 1) * step, size)) for r in range(self._ranks.size)]
 

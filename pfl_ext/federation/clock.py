@@ -49,9 +49,9 @@ class Device(NamedTuple):
     compute: float
     """Seconds a training step takes for each of its samples."""
     up: float
-    """Bytes a second from the client to the server."""
+    """Bytes per second from the client to the server."""
     down: float
-    """Bytes a second from the server to the client."""
+    """Bytes per second from the server to the client."""
     latency: float
     """Seconds before the first byte arrives, either way."""
 
@@ -70,7 +70,7 @@ class Clock:
     """The devices of all clients, and the server's.
 
     Args:
-        devices: one a client.
+        devices: one for each client.
         aggregation: seconds the server takes for a new model.
     """
 
@@ -149,7 +149,7 @@ class Clock:
         return device.latency + work.up / device.up if work.up else 0.0
 
     def train(self, client: int, samples: int) -> float:
-        """How long training steps on so many samples take."""
+        """How many seconds training steps on this number of samples take."""
         return samples * self.devices[client].compute
 
     def turn(self, work: Work, begin: float, wait_free: bool, free: float = 0.0) -> list[Span]:
@@ -176,7 +176,7 @@ class Clock:
 
 
 def clock_of(options: ClockOptions, clients: int, seed: int) -> Clock:
-    """The clock for so many clients; without one (``none``) that of equal clients, which only orders events."""
+    """The clock for this number of clients; ``none`` gives that of equal clients, which only orders events."""
     if options.clock == "trace":
         return Clock.trace(Path(options.clock_trace), clients, options.clock_aggregation)
     median = Device(options.clock_compute, options.clock_up, options.clock_down, options.clock_latency)

@@ -272,7 +272,7 @@ class WorkingModel:
     # ---- states ------------------------------------------------------------------------------------------------------
 
     def pieces(self, state: Tensor) -> tuple[Tensor, ...]:
-        """A state's numbers, a vector a tensor: views of it."""
+        """A state's numbers, one vector for each tensor: views of it."""
         if state.shape != (self.size,):
             raise ValueError(f"a state of the shape {list(state.shape)} for a model of {self.size} numbers")
         return state.split_with_sizes(self._sizes)

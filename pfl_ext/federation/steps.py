@@ -262,7 +262,7 @@ class Steps:
 
         Args:
             loss: L; by default that of the task.
-            epochs, steps: passes over the data, or so many steps, in place of the method's ``local_epochs`` or
+            epochs, steps: passes over the data, or the number of steps, in place of the method's ``local_epochs`` or
                 ``local_steps``.
             batches: the stream that orders the batches.
 

@@ -1,4 +1,4 @@
-"""What the clients keep between rounds: named vectors, a row a client."""
+"""What the clients keep between rounds: named vectors, one row per client."""
 
 from __future__ import annotations
 

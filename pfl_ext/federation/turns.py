@@ -34,5 +34,5 @@ class Turns:
         self.asked += len(requests)
 
     def end(self, count: int = 1) -> None:
-        """Note that so many of them are over. Called by one thread at a time."""
+        """Note that ``count`` more turns are over. Called by one thread at a time."""
         self.done += count

@@ -439,7 +439,7 @@ def _weigh_teachers(teachers: Teachers, weights: Sequence[float] | Tensor | None
 
 
 def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tensor | None) -> Tensor | None:
-    """One weight a row in the accumulate type; 0 leaves a row out."""
+    """One weight for each row in the accumulate type; 0 leaves a row out."""
     accumulate = accumulate_type(student.dtype)
     if ignore is not None:
         _as_tensor("ignore", ignore)

@@ -248,7 +248,7 @@ class LWSAM(SAM):
         vector = torch.as_tensor(scores, dtype=torch.float64).detach()
         if vector.shape != (self.layers,):
             raise ValueError(
-                f"scores of shape {list(vector.shape)} for {self.layers} layers; one number a layer is expected"
+                f"scores of shape {list(vector.shape)} for {self.layers} layers; one number per layer is expected"
             )
         self._scores = vector.to(self.param_groups[0]["params"][0].device)
 
