@@ -1,4 +1,4 @@
-"""A race of rounds of Ditto, which trains two models a client.
+"""A race of rounds of Ditto, which trains two models for each client.
 
 100 clients of 480 samples of CIFAR-10, 10 of them a round, LeNet (62,006 parameters), one epoch of each model in
 batches of 32, step size 0.05, lambda 1. Nothing is evaluated: peers evaluate different things at different times. A
@@ -80,7 +80,7 @@ class Setting:
 
 
 def setting(dataset: Dataset, clients: int, samples: int, participation: float) -> Setting:
-    """So many clients with so many samples each of the training part."""
+    """A number of clients, each with the same number of samples of the training part."""
     train = (~dataset.is_test).nonzero().flatten()
     mixed = train[torch.randperm(len(train), generator=stream(_SEED, "partition"))][: clients * samples]
     none = torch.empty(0, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """What a client's turn costs beside its steps: turns of one step on a network so small that the step is nearly nothing.
 
-FedAvg with a linear layer of 15 parameters, four samples a client, one step on all of them; all clients selected, one
-process of one thread, nothing evaluated but after the last round, which is not measured. What is timed is a round
+FedAvg with a linear layer of 15 parameters, four samples per client, one step on all of them; all clients selected,
+one process of one thread, nothing evaluated but after the last round, which is not measured. What is timed is a round
 divided by its clients, so the server's part of it is included. Beside it the step alone: forward and backward pass and
 the fused step of SGD on one batch, as often. The clock is the processor time of this process: turns are so short that
 what runs beside them on a busy machine would be most of what another clock shows.
@@ -46,7 +46,7 @@ def federation(clients: int, rounds: int) -> Federation:
 
 
 def turn_seconds(clients: int, repeats: int) -> list[float]:
-    """Seconds of a turn, a number a round: neither the first, which makes what the others find, nor the last."""
+    """Seconds of a turn, one number per round: neither the first, which makes what the others find, nor the last."""
     found, begin = [], 0.0
     for record in federation(clients, repeats + 2).rounds():
         if 1 < record["round"] < repeats + 2:

@@ -90,7 +90,7 @@ FAMILY = Family(
     ops={_OP: "`strategy.aggregate_train(round, replies)`: from Flower's messages to the new `ArrayRecord`"},
     notes={
         "FusedFedAvg": "every reply checked for names, shapes, types, infinity and NaN",
-        "Flower's FedAvg": "`flwr.serverapp.strategy.FedAvg`: NumPy on one thread, a copy and two passes a client",
+        "Flower's FedAvg": "`flwr.serverapp.strategy.FedAvg`: NumPy on one thread, a copy and two passes per client",
     },
     shapes=("lenet", "resnet18"),
     clients=(20,),

@@ -1,7 +1,7 @@
 """Wait-free against compute-and-wait over a link of limited bandwidth, beside what the virtual clock predicts.
 
 ``python -m pfl_ext.benchmarks.limited_link`` makes two network namespaces that only see each other, limits the link
-between them (``tc`` with a token bucket), starts a node of torchrun in each, and runs Ditto with one client a rank
+between them (``tc`` with a token bucket), starts a node of torchrun in each, and runs Ditto with one client per rank
 under both protocols. It needs root and iproute2 (Debian: ``apt install iproute2``), takes no longer than ``--limit``
 seconds, and removes the namespaces, and with them the link, whatever happens. No packet leaves them.
 
@@ -49,7 +49,7 @@ _NETWORK, _PORT = "10.77.0", 29571
 
 
 def _federation(protocol: str, samples: int, width: int, count: int) -> Federation:
-    """Two clients with so many samples of made-up images each, and two linear layers."""
+    """Two clients, each with this many made-up images, and two linear layers."""
     generator = stream(0, "images")
     inputs = torch.randn(2 * samples, 784, generator=generator)
     labels = torch.randint(0, 10, (2 * samples,), generator=generator)
@@ -238,12 +238,12 @@ def _print(given: argparse.Namespace, free: dict[str, Any], found: dict[str, Any
     sent = found["sent"][0]
     same = "are" if len({*free["models"], *found["models"]}) == 1 else "are NOT"
     print(
-        f"2 ranks, a client each; in a round a rank sends {sent['uploads']:,.0f} bytes of its upload and "
+        f"2 ranks, each with one client; in a round a rank sends {sent['uploads']:,.0f} bytes of its upload and "
         f"{sent['averages']:,.0f} of the average ({found['wire']:,.0f} on the wire, with all headers); {trained:,} "
         f"training samples a client, {compute * 1e6:.0f} us each; models {same} the same under both protocols"
     )
     about = machine.describe()
-    print(f"{about['machine']}, torch {about['torch']}, one thread a rank")
+    print(f"{about['machine']}, torch {about['torch']}, one thread per rank")
 
 
 if __name__ == "__main__":

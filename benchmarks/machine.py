@@ -98,7 +98,6 @@ class OtherPrograms:
     """How much of the machine other programs use, from when this is made: what a time was taken beside."""
 
     def __init__(self) -> None:
-        """Begin."""
         self._busy, self._own, self._began = _busy_seconds(), sum(os.times()[:4]), time.perf_counter()
 
     def cores(self) -> float:

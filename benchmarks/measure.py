@@ -68,7 +68,7 @@ def peak_extra_bytes(run: Callable[[], Any]) -> tuple[Any, int | None]:
     """The result of ``run``, and the most memory it held at once beyond what was there before, result included.
 
     Linux keeps a high-water mark of the resident memory that a process may reset, so this sees every allocator:
-    torch's, NumPy's and the native kernels'. Exact to some pages a thread. None where there is no such mark.
+    torch's, NumPy's and the native kernels'. Exact to some pages per thread. None where there is no such mark.
     """
     try:
         # Memory that the C library keeps for later would be used without showing up, so give it back first.
@@ -92,7 +92,6 @@ class ReadBandwidth:
     """
 
     def __init__(self) -> None:
-        """Nothing is allocated yet."""
         self._own = torch.empty(0)
         self.floor = max(_MIN_BUFFER, 4 * last_level_cache())
         """The smallest buffer, in bytes, that no cache can hold."""

@@ -1,4 +1,4 @@
-"""The plot of a family's results: a panel a case, a bar a contestant, a line at the limit."""
+"""The plot of a family's results: one panel per case, one bar per contestant, a line at the limit."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ class RankRound:
 
 
 def torchrun(ranks: int, *command: object) -> list[str]:
-    """The command line that starts so many ranks here."""
+    """The command line that starts this number of ranks here."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*start, *map(str, command)]
 
 
 def round_on(ranks: int, arguments: Sequence[str]) -> RankRound:
-    """One round on so many ranks; the arguments say on which data (:func:`.federation.setting_of`)."""
+    """One round on this number of ranks; the arguments say on which data (:func:`.federation.setting_of`)."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         command = torchrun(ranks, "-m", "pfl_ext.benchmarks.ranks", folder, *arguments)
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False, env=_environment())

@@ -216,7 +216,7 @@ def _memory(rows: Sequence[Row]) -> str:
 
 
 def markdown(family: Family, rows: Sequence[Row]) -> str:
-    """One table an op, one line a case, and what a reader needs to judge the numbers."""
+    """One table per op, one line per case, and what a reader needs to judge the numbers."""
     parts = [
         "pfl_ext: median in ms [quartiles]. Others: their time as a multiple of ours, so 2.00x took twice as long. "
         "Bandwidth: the bytes that must be read and written by our time, as a share of the read bandwidth measured in "

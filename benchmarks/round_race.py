@@ -119,7 +119,7 @@ def check(racer: Racer, model: Tensor, ours: Tensor, begin: Tensor) -> None:
 
 
 def cores_text(count: int) -> str:
-    """So many cores."""
+    """The number of cores in words."""
     return f"{count} core{'' if count == 1 else 's'}"
 
 

@@ -84,7 +84,7 @@ class Setting:
 
 
 def setting(dataset: Dataset, clients: int, samples: int, participation: float) -> Setting:
-    """So many clients with so many samples each of the training part; the test part is the global test."""
+    """Clients that each have the same number of training samples; the test part is the global test."""
     train, test = ((dataset.is_test == part).nonzero().flatten() for part in (False, True))
     mixed = train[torch.randperm(len(train), generator=stream(_SEED, "partition"))][: clients * samples]
     none = torch.empty(0, dtype=torch.int64)

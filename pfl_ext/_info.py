@@ -27,7 +27,7 @@ def _served_by(device: str) -> tuple[str, str]:
 
 
 def report() -> str:
-    """The whole text."""
+    """The whole text that ``pfl-ext info`` prints."""
     build = _native.build_info()
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []

@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass
 class _Watching(InProcess):
-    """Notes what is sent."""
+    """An engine that notes how many numbers are sent each way."""
 
     received: dict[str, int] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)

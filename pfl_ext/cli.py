@@ -15,20 +15,20 @@ __all__ = ["main"]
 
 # Each is a module of its own, imported when it is called (pfl_ext.commands).
 _COMMANDS = {
-    "run": "run a method on clients' data",
-    "compare": "run several methods on identical partitions and streams; one table, one picture",
-    "sweep": "a comparison for each combination of some options' values; one table",
-    "paper": "a table or figure of one of the papers, ours beside the printed one",
-    "resume": "go on with a run, a comparison or a sweep: FOLDER is all it needs",
+    "run": "train one method on clients' data",
+    "compare": "run several methods on the same clients' data and random numbers; one table, one picture",
+    "sweep": "compare methods for every combination of options' values; one table",
+    "paper": "repeat a table or figure of a paper: our numbers beside the printed ones",
+    "resume": "go on with an interrupted run, comparison or sweep: resume FOLDER",
     "report": "one HTML page about runs: curves, clients, costs, differences; --watch keeps it live",
     "export": "write a run's global model or a client's personal one as safetensors",
-    "virtual-time": "virtual time of finished runs to a target accuracy, under each protocol",
-    "data": "cut a data set into clients: table, picture, file",
+    "virtual-time": "how long finished runs would take to a target accuracy on simulated devices and links",
+    "data": "divide a data set among clients and show who has what, without training",
     "landscape": "draw the loss around the models of finished runs",
     "flower": "write a Flower app that runs a method: flower new FOLDER METHOD",
-    "bench": "race an op family against its opponents",
-    "methods": "all methods: paper, what is kept, sent, trained and evaluated, options",
-    "info": "versions, build, and which kernel serves each op on CPU and CUDA",
+    "bench": "time the fused ops against their alternatives on this machine",
+    "methods": "list all methods: paper, what each keeps, sends, trains and evaluates, options",
+    "info": "show versions, build, and which kernel computes each op on CPU and CUDA",
 }
 _RESUMED = ("run", "compare", "sweep", "resume", "paper")
 
@@ -40,7 +40,7 @@ _HELP = "\n".join(
         "",
         *(f"  {name:13} {text}" for name, text in _COMMANDS.items()),
         "",
-        "pfl-ext COMMAND --help explains a command, pfl-ext --version prints the version. To begin with:",
+        "pfl-ext COMMAND --help explains a command, pfl-ext --version prints the version. A first run:",
         "  pfl-ext run persfl --rounds 20 --lr 0.1",
     ]
 )

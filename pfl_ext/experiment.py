@@ -239,7 +239,7 @@ class Experiment:
         return nn.build(name, dataset.input_shape, _outputs(dataset), generator, **options)
 
     def _networks(self, dataset: Dataset) -> list[str]:
-        """The networks' names."""
+        """The names of the networks, with ``auto`` replaced by the network for this dataset."""
         return [self._network(name, dataset) for name in networks_of(self.network)]
 
     def _network(self, name: str, dataset: Dataset) -> str:

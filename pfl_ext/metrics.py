@@ -60,7 +60,7 @@ def prediction_distance(personal: Tensor, other: Tensor) -> float:
 
     .. math:: \frac1n \sum_i \min\{1, \|p(x_i) - g(x_i)\|_1\}
 
-    with probabilities p and g, a row a sample (:meth:`pfl_ext.tasks.Task.probabilities`).
+    with probabilities p and g, one row per sample (:meth:`pfl_ext.tasks.Task.probabilities`).
     """
     return float((personal - other).abs().sum(-1).clamp(max=1).mean())
 
@@ -68,7 +68,7 @@ def prediction_distance(personal: Tensor, other: Tensor) -> float:
 def classification_metrics(logits: Tensor, targets: Tensor) -> dict[str, float]:
     r"""Accuracy, mean loss and macro AUC of a model's outputs.
 
-    With one class a sample (``targets`` of shape [n]):
+    With one class per sample (``targets`` of shape [n]):
 
     - accuracy: the share of samples whose largest logit is the target's;
     - loss: mean cross-entropy, :math:`-\frac1n \sum_i \log p_{i,y_i}` with :math:`p = \mathrm{softmax}(z)`;
@@ -142,7 +142,7 @@ def _check_classes(lowest: int, highest: int, classes: int) -> None:
 
 
 _FEW = 64
-"""Up to so many samples comparing all with all takes less time than sorting them class by class."""
+"""Up to this number of samples, comparing all with all takes less time than sorting them class by class."""
 
 
 def _metrics_of_few(logits: Tensor, targets: np.ndarray) -> dict[str, float]:

@@ -121,7 +121,7 @@ def register(section: str, name: str, found: Any) -> None:
 
 
 def from_file(section: str, name: str) -> Any:
-    """What ``path/to/file.py:Name`` names."""
+    """Import the file of ``path/to/file.py:Name``, and give what has that name in it."""
     path, _, attribute = name.rpartition(":")
     file = Path(path).expanduser()
     if not file.is_file():

@@ -205,7 +205,7 @@ def _describe(kind: Any) -> str:
             return "a list of names"
         return f"a list of {_describe(inner).removeprefix('a ').removeprefix('an ')}s, such as 1,5,9"
     if typing.get_origin(kind) is dict:
-        return "NAME=SOURCE,NAME=SOURCE, in a file a table, each name once"
+        return "NAME=SOURCE,NAME=SOURCE, or a table in a file, each name once"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     return names.get(kind, str(kind))
 
@@ -226,8 +226,8 @@ def _plain(name: str) -> str:
 
 
 def title(thing: Any) -> str:
-    """The first line of what a class or function says of itself."""
-    return ((inspect.getdoc(thing) or thing.__name__).splitlines()[0]).rstrip(".")
+    """The first line of what a class or function says of itself, as plain text."""
+    return (inspect.getdoc(thing) or thing.__name__).splitlines()[0].rstrip(".").replace("``", "")
 
 
 def of_dataclass(cls: type) -> dict[str, Option]:

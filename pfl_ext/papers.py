@@ -67,23 +67,23 @@ class Item:
 
     @property
     def title(self) -> str:
-        """What it shows."""
+        """The title of the table or figure."""
         return str(self.content["title"])
 
     @property
     def kind(self) -> str:
-        """How it is drawn."""
+        """Whether it is a table, or which kind of figure."""
         return str(self.content.get("kind", "table"))
 
     @property
     def columns(self) -> Sequence[Mapping[str, Any]]:
-        """Of its table."""
+        """The columns of the table, as the file describes them."""
         found: Sequence[Mapping[str, Any]] = self.content.get("columns", ())
         return found
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """Of its table."""
+        """The rows of the table, as the file describes them."""
         found: Sequence[Mapping[str, Any]] = self.content.get("rows", ())
         return found
 
@@ -185,7 +185,7 @@ class Runs:
 
     @property
     def metric(self) -> str:
-        """Of the file."""
+        """The metric that the file names; accuracy if it names none."""
         return self.configuration.metric or "accuracy"
 
     def value(self, cell: Mapping[str, Any]) -> Spread | float | None:

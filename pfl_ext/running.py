@@ -132,11 +132,11 @@ class Run:
         return restored(self.folder, self.experiment)
 
     def global_model(self) -> nn.Module:
-        """See :meth:`pfl_ext.federation.Federation.global_model`."""
+        """The trained global model; see :meth:`pfl_ext.federation.Federation.global_model`."""
         return self.federation.global_model()
 
     def personal_model(self, client: int) -> nn.Module:
-        """See :meth:`pfl_ext.federation.Federation.personal_model`."""
+        """The client's personal model; see :meth:`pfl_ext.federation.Federation.personal_model`."""
         return self.federation.personal_model(client)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ class Compared(Mapping[str, Run]):
         return self.runs[label][0]
 
     def __iter__(self) -> Iterator[str]:
-        """Their names."""
+        """The names of the methods and variants, in order."""
         return iter(self.runs)
 
     def __len__(self) -> int:
@@ -231,7 +231,7 @@ class Compared(Mapping[str, Run]):
         return comparison(self.folders, self.look.metric or "", self.look.statistic)
 
     def __str__(self) -> str:
-        """The table."""
+        """The comparison as a table for the terminal."""
         return printed(self.rows(), self.look)
 
 

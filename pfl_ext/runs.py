@@ -312,7 +312,6 @@ class SavedModels:
     """
 
     def __init__(self, folder: Path, experiment: Experiment, client: int, device: str | None = None) -> None:
-        """See the class."""
         federation = restored(folder, experiment, device=device)
         self._partition = federation.partition
         if not 0 <= client < self._partition.clients:
@@ -334,7 +333,7 @@ class SavedModels:
         return state_of(name, self._models[name])
 
     def samples(self, split: str, most: int, seed: int) -> Tensor:
-        """Indices of at most so many samples of the client's ``split``, or of the ``global_test``.
+        """Indices of at most ``most`` samples of the client's ``split``, or of the ``global_test``.
 
         The same for all runs on one partition: any order will do, if it is not one class after the other.
         """

@@ -143,14 +143,21 @@ DATA_OPTIONS = {
         "data_root", Path | None, None, "the folder with the files; relative PATHs are looked for there too"
     ),
     "download": Option("download", bool, False, "let torchvision download what is not there"),
-    "train_samples": Option("train_samples", int, 0, "use so many training samples, drawn from the seed; 0: all"),
-    "test_samples": Option("test_samples", int, 0, "use so many of the official test samples; 0: all"),
+    "train_samples": Option("train_samples", int, 0, "how many training samples to use, drawn from the seed; 0: all"),
+    "test_samples": Option("test_samples", int, 0, "how many of the official test samples to use; 0: all"),
     "mean": Option("data_mean", tuple[float, ...] | None, None, "mean of each channel in place of the data's own"),
-    "std": Option("data_std", tuple[float, ...] | None, None, "standard deviation of each channel likewise"),
-    "auxiliary": Option(
-        "auxiliary", str | None, None, "unlabelled data of the server: a name as for data, or server: its held-out part"
+    "std": Option(
+        "data_std", tuple[float, ...] | None, None, "standard deviation of each channel in place of the data's own"
     ),
-    "auxiliary_samples": Option("auxiliary_samples", int, 0, "use so many of them, drawn from the seed; 0: all"),
+    "auxiliary": Option(
+        "auxiliary",
+        str | None,
+        None,
+        "unlabelled data of the server: a name as for data, or 'server': a part of the data that is held out",
+    ),
+    "auxiliary_samples": Option(
+        "auxiliary_samples", int, 0, "how many samples of the auxiliary data to use, drawn from the seed; 0: all"
+    ),
     "extra_tests": Option(
         "extra_tests",
         dict[str, str] | None,
@@ -159,19 +166,23 @@ DATA_OPTIONS = {
         "(@5: of severity 5), or the test part of a name as for data",
     ),
     "extra_test_samples": Option(
-        "extra_test_samples", int, 0, "use so many of each (of each corruption), drawn from the seed; 0: all"
+        "extra_test_samples",
+        int,
+        0,
+        "how many samples of each extra test set (of each corruption) to use, drawn from the seed; 0: all",
     ),
 }
 """The options of the table ``data``, each with its name on the command line."""
 
 PARTITION_OPTIONS = {
     "name": Option("partition", str, "ds1", f"how clients get their data: {', '.join(PARTITIONERS)}"),
-    "clients": Option("clients", int | None, None, "number of clients (default: 10; by_domain: one for each)"),
+    "clients": Option("clients", int | None, None, "number of clients (default: 10; by_domain: one for each domain)"),
     "seed": Option(
         "partition_seed",
         int | None,
         None,
-        "a seed of its own for who has which samples: a client is then the same for every seed (default: the seed)",
+        "a separate seed for who has which samples: with it clients have the same data for every --seed (default: the "
+        "seed)",
     ),
     "file": Option("partition_file", Path | None, None, "a saved partition in place of a drawn one"),
 }
@@ -188,13 +199,13 @@ NETWORK_OPTIONS = {
         str,
         "auto",
         f"auto, {', '.join(nn.NETWORKS)}, torchvision:NAME, timm:NAME, file.py:Class; several, as lenet,mlp: clients "
-        "have them in turn",
+        "take them in turn",
     ),
     "clients": Option(
         "network_clients",
         tuple[int, ...],
         (),
-        "of several networks: the number of each client's, from 0, as 0,1,1,0 (default: in turn)",
+        "with several networks: which one each client has, counted from 0, as 0,1,1,0 (default: in turn)",
     ),
 }
 """The same of the table ``network``."""

@@ -91,7 +91,6 @@ class Task(Options, abc.ABC):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         names = [metric for metric in self.extra_metrics if not callable(metric)]
         self.check("extra_metrics", set(names) <= METRICS.keys(), f"of {', '.join(METRICS)}")
@@ -172,12 +171,11 @@ class Classification(Task):
     label_smoothing: float = option(0.0, "weight of the uniform distribution in the targets that are trained")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("label_smoothing", 0 <= self.label_smoothing < 1, "from 0 to below 1")
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy."""
+        """The mean cross-entropy of the samples."""
         return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -185,7 +183,7 @@ class Classification(Task):
         return classification_metrics(outputs, targets)
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """The softmax."""
+        """The softmax of the outputs."""
         return F.softmax(outputs, -1)
 
     def predictions(self, outputs: Tensor) -> Tensor:
@@ -209,7 +207,7 @@ class MultiLabel(Task):
     has_logits = True
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean binary cross-entropy."""
+        """The mean binary cross-entropy over samples and labels."""
         return F.binary_cross_entropy_with_logits(outputs, targets.to(outputs.dtype))
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
@@ -247,7 +245,7 @@ class Regression(Task):
     )
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean distance."""
+        """The mean distance from the targets, as the option ``distance`` has it."""
         found, y = outputs.view(targets.shape), targets.to(outputs.dtype)
         if self.distance == "squared":
             return F.mse_loss(found, y)

@@ -109,7 +109,7 @@ def per_tensor_add(clients: Sequence[Tensors], samples: Samples) -> Tensors:
 
 
 def foreach_add(clients: Sequence[Tensors], samples: Samples) -> Tensors:
-    """``torch._foreach_add_``: one call a client."""
+    """``torch._foreach_add_``: one call for each client."""
     total = [torch.zeros_like(x) for x in clients[0]]
     for client, share in zip(clients, _shares(samples), strict=True):
         torch._foreach_add_(total, client, alpha=share)
@@ -142,7 +142,7 @@ def naive_server_update(server: Tensors, clients: Sequence[Tensors], samples: Sa
 
 
 def server_update_foreach_deltas(server: Tensors, clients: Sequence[Tensors], samples: Samples, lr: float) -> Tensors:
-    """The same with ``torch._foreach``: two calls a client, one model of temporary differences."""
+    """The same with ``torch._foreach``: two calls for each client, one model of temporary differences."""
     steps = [torch.zeros_like(s) for s in server]
     for client, share in zip(clients, _shares(samples), strict=True):
         torch._foreach_add_(steps, torch._foreach_sub(client, server), alpha=share)
@@ -150,7 +150,7 @@ def server_update_foreach_deltas(server: Tensors, clients: Sequence[Tensors], sa
 
 
 def server_update_foreach_mix(server: Tensors, clients: Sequence[Tensors], samples: Samples, lr: float) -> Tensors:
-    """The same rewritten, for weights that add up to 1, as (1 - lr) s + lr (average): one call a client.
+    """The same rewritten, for weights that add up to 1, as (1 - lr) s + lr (average): one call for each client.
 
     Faster, but a client that did not move no longer leaves the server exactly where it was.
     """

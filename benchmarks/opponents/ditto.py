@@ -97,7 +97,6 @@ class PFLlibDitto(PFLlib):
         orders: DittoClients,
         lam: float,
     ) -> None:
-        """See the class."""
         super().__init__(network, clients, folder, batch_size, lr, classes)
         self._first = orders
         self.personal = [copy.deepcopy(network) for _ in clients]
@@ -143,11 +142,9 @@ class Images(Dataset[Any]):
     std: list[float]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """A sample and its class."""
         return self._normalized(self.data[index]), self.targets[index]
 
     def __len__(self) -> int:
-        """How many."""
         return len(self.targets)
 
     def _normalized(self, image: Tensor) -> Tensor:
@@ -183,7 +180,6 @@ class FLBench:
         lam: float,
         orders: DittoClients,
     ) -> None:
-        """See the class."""
         self._set: Subset[Any] = Subset(images, [])
         self._rows, self._batch_size, self._lam, self._first = [x.tolist() for x in rows], batch_size, lam, orders
         self._model, self._personal = copy.deepcopy(network), copy.deepcopy(network)
@@ -258,7 +254,6 @@ class TensorDitto:
         lam: float,
         orders: DittoClients,
     ) -> None:
-        """See the class."""
         self._model, self._clients, self._batch_size, self._lam, self._first = (
             copy.deepcopy(network),
             clients,

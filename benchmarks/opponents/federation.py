@@ -102,7 +102,6 @@ class PFLlib:
         lr: float,
         classes: int,
     ) -> None:
-        """See the class."""
         self._auc, self._binarize = _scikit_learn()
         self.server = copy.deepcopy(network)
         self._folder, self._batch_size, self._classes = folder, batch_size, classes

@@ -40,12 +40,10 @@ class Loader:
     """
 
     def __init__(self, x: Tensor, y: Tensor, batch_size: int, orders: Sequence[Tensor] = ()) -> None:
-        """See the class."""
         self.tensors, self._batch_size, self._orders = (x, y), batch_size, list(orders)
         self._placed = torch.arange(len(x))
 
     def __len__(self) -> int:
-        """How many samples."""
         return len(self.tensors[1])
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -158,7 +156,6 @@ class FedAvg:
     def __init__(
         self, network: nn.Module, train: Sequence[Loader], test: Sequence[Loader] | None = None, *, lr: float
     ) -> None:
-        """See the class."""
         self.model, self._channel = copy.deepcopy(network), _Channel()
         tests: Sequence[Loader | None] = [None] * len(train) if test is None else test
         self.clients = [
@@ -222,7 +219,6 @@ class Ditto(FedAvg):
     """
 
     def __init__(self, network: nn.Module, train: Sequence[Loader], *, lr: float, lam: float) -> None:
-        """See the class."""
         self._network, self._lam = network, lam
         super().__init__(network, train, lr=lr)
 

@@ -68,7 +68,7 @@ class PflRun:
 
 
 def run(task: Task, processes: int = 1) -> PflRun:
-    """Run all rounds, in this process or in so many new ones, each of one thread."""
+    """Run all rounds, in this process or in new ones, each of one thread."""
     if processes == 1:
         return _Rank(task, 0, 1).run()
     context = multiprocessing.get_context("spawn")

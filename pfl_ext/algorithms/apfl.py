@@ -55,7 +55,6 @@ class APFL(Method):
     adaptive: bool = option(True, "learn each client's mixing weight")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", 0 <= self.alpha <= 1, "from 0 to 1")
 
@@ -98,7 +97,7 @@ class APFL(Method):
         return {"model": model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """The clients' mean."""
+        """Average the clients' models; each counts alike."""
         server["model"] = uploads.average(equally=True)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

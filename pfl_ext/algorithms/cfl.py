@@ -54,7 +54,6 @@ class CFL(Method):
     most: int = option(16, "how many clusters there may be")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("eps1", self.eps1 >= 0, "not negative")
         self.check("eps2", self.eps2 >= 0, "not negative")

@@ -34,7 +34,6 @@ class Ditto(NewClients, Method):
     personal_steps: int = option(0, "steps of the personal model in a round instead of passes; 0: passes")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
@@ -62,9 +61,9 @@ class Ditto(NewClients, Method):
         client["personal"] = client.model.state()
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """v_k."""
+        """The client's personal model v_k."""
         return {"personal": self.personal_of(client, received["model"])}

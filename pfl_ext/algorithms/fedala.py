@@ -53,7 +53,6 @@ class FedALA(Method):
     most_passes: int = option(100, "passes over the sample after which they have in any case")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("aggregated_layers", self.aggregated_layers >= 0, "not negative")
         self.check("weight_lr", self.weight_lr > 0, "above 0")
@@ -117,7 +116,7 @@ class FedALA(Method):
         return len(losses) > _LOSSES and statistics.pstdev(losses[-_LOSSES:]) < self.threshold
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class PartiallyPersonal(Method):
     personal: str = option("output", f"the part that stays with the client: {', '.join(_PARTS)}, or a module's name")
 
     def set_up(self, server: Server) -> None:
-        """u."""
+        """The server keeps the shared part u."""
         server["shared"] = (~personal_part(server.model, self.personal)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class PartiallyPersonal(Method):
         return {"personal": personal_part(model, self.personal).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """u."""
+        """Send the shared part u."""
         return {"shared": server["shared"]}
 
     def load(self, client: Client, received: Mapping[str, Tensor]) -> Part:
@@ -64,7 +64,7 @@ class PartiallyPersonal(Method):
         server["shared"] = uploads.average("shared")
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(u, v_k)."""
+        """The shared part u with the client's personal part v_k."""
         v = personal_part(client.model, self.personal)
         return {"personal": client.model.whole((~v, received["shared"]), (v, client["personal"]))}
 
@@ -85,12 +85,11 @@ class FedAlt(PartiallyPersonal):
     personal_epochs: int = option(1, "passes over a client's data for the personal part in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """v_k, then u_k."""
+        """Train the personal part v_k first, then the shared part u_k, which is sent."""
         v = self.load(client, received)
         steps = Steps(client, self, params=v.parameters)
         client.report["personal_loss"] = steps.train(epochs=self.personal_epochs, batches="personal")
@@ -112,7 +111,7 @@ class FedSim(PartiallyPersonal):
     private = True
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """v_k and u_k together."""
+        """Train the parts v_k and u_k in the same steps, and send u_k."""
         v = self.load(client, received)
         client.report["loss"] = Steps(client, self).train()
         client["personal"] = v.read()

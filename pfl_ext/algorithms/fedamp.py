@@ -53,7 +53,6 @@ class FedAMP(Method):
     lam: float = option(0.1, "lambda; lam / alpha, below 2 / lr, is how strongly a model is held near its cloud model")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", self.alpha > 0, "above 0")
         self.check("sigma", self.sigma > 0, "above 0")
@@ -108,5 +107,5 @@ class FedAMP(Method):
         return torch.where(known[:, None], others + own, known / known.sum())
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w_k."""
+        """The client's model w_k, which the server has the only copy of."""
         return {"personal": received["model"]}

@@ -51,13 +51,12 @@ class FedAS(Method):
     align_lr: float = option(0.01, "step size of the alignment")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("align_epochs", self.align_epochs >= 0, "not negative")
         self.check("align_lr", self.align_lr > 0, "above 0")
 
     def set_up(self, server: Server) -> None:
-        """phi."""
+        """The server keeps the representation phi."""
         server["representation"] = (~server.model.part(self.head)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -65,7 +64,7 @@ class FedAS(Method):
         return {"personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """phi."""
+        """Send the representation phi."""
         return {"representation": server["representation"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -92,7 +91,7 @@ class FedAS(Method):
             return steps.train(loss, epochs=self.align_epochs, batches="alignment")
 
     def _fisher(self, client: Client) -> Tensor:
-        """F_k, in evaluation mode."""
+        """The trace F_k, found in evaluation mode."""
         client.model.module.eval()
         steps, total = Steps(client, self), torch.zeros((), dtype=torch.float64)
         for batch in client.batches(self.batch_size, name="fisher"):

@@ -39,7 +39,6 @@ class FedAsync(Ditto):
     rho: float = option(0.005, "weight of the proximal term of the local training")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", 0 < self.alpha <= 1, "above 0, up to 1")
         for name in ("b", "rho"):
@@ -58,7 +57,7 @@ class FedAsync(Ditto):
         return {"model": client.model.state()}
 
     def weight(self, staleness: int) -> float:
-        """s."""
+        """The factor s of an upload whose model is ``staleness`` changes of the server's model old."""
         if self.staleness == "constant":
             return 1.0
         if self.staleness == "polynomial":

@@ -31,7 +31,7 @@ class FedAvg(Method):
         return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
 
@@ -46,15 +46,15 @@ class FedAvgFT(FedAvg):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """After the last round."""
+        """Clients fine-tune after the last round."""
         return ("finish",)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """The fine-tuned model."""
+        """The client keeps the model it fine-tuned."""
         return {"personal": model.state()}
 
     def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-        """Fine-tune."""
+        """Fine-tune the received model on the client's own data."""
         fine_tune(client, self, received["model"], self.fine_tune_epochs)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,19 +79,19 @@ class Standalone(Method):
         return {"personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """Nothing."""
+        """Send nothing: there is no server."""
         return {}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Go on training."""
+        """Train the client's own model further, from where its last turn ended."""
         client.model.load(client["personal"])
         client.report["loss"] = Steps(client, self).train()
         client["personal"] = client.model.state()
         return {}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Nothing."""
+        """Do nothing: there is no server."""
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The client's model."""
+        """The client's own model, as trained so far."""
         return {"personal": client["personal"]}

@@ -33,7 +33,6 @@ class FedAvgM(Method):
     nesterov: bool = option(False, "Nesterov's form of the momentum")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("server_momentum", 0 <= self.server_momentum < 1, "from 0 to below 1")
         self.check("server_lr", self.server_lr > 0, "above 0")
@@ -50,7 +49,7 @@ class FedAvgM(Method):
         return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Step by the velocity."""
+        """Move the server's model by the velocity, which takes up the clients' mean change."""
         carried = self.server_momentum * server["velocity"]
         mean, parameters = uploads.average(), slice(len(carried))
         w = server["model"][parameters]

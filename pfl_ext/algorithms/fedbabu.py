@@ -32,13 +32,12 @@ class FedBABU(Method):
     fine_tune: str = option("full", "what is fine-tuned", choices=("full", "head", "body"))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """After the last round."""
+        """Clients fine-tune after the last round."""
         return ("finish",)
 
     def set_up(self, server: Server) -> None:
@@ -51,11 +50,11 @@ class FedBABU(Method):
         return {"head": model.part(self.head).read(), "personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The body."""
+        """Send the body; every client has the same head h."""
         return {"body": server["body"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train the body alone."""
+        """Train the body under the fixed head h, and send it."""
         head = client.model.part(self.head)
         head.write(client["head"])
         (~head).write(received["body"])
@@ -67,7 +66,7 @@ class FedBABU(Method):
         server["body"] = uploads.average("body")
 
     def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-        """Fine-tune."""
+        """Fine-tune what the option ``fine_tune`` names, from the received body."""
         head = client.model.part(self.head)
         head.write(client["head"])
         (~head).write(received["body"])
@@ -81,6 +80,6 @@ class FedBABU(Method):
         return {"personal": client["personal"]} if "personal" in client else {}
 
     def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor:
-        """The body under h."""
+        """The server's body under the initial head h."""
         head = model.part(self.head)
         return model.whole((~head, server["body"]), (head, server["head"]))

@@ -33,7 +33,7 @@ class FedBN(Method):
     name = "fedbn"
 
     def set_up(self, server: Server) -> None:
-        """w."""
+        """The server keeps w, all but batch normalisation."""
         server["shared"] = (~_norms(server.model)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ class FedBN(Method):
         return {"norms": _norms(model).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """w."""
+        """Send w, all but batch normalisation."""
         return {"shared": server["shared"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,10 +54,10 @@ class FedBN(Method):
         return {"shared": (~norms).read()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average all that is sent, weighted by samples."""
         server["shared"] = uploads.average("shared")
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(w, b_k)."""
+        """The shared w with the client's batch normalisation b_k."""
         norms = _norms(client.model)
         return {"personal": client.model.whole((~norms, received["shared"]), (norms, client["norms"]))}

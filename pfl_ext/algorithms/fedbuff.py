@@ -36,7 +36,6 @@ class FedBuff(Ditto):
     server_lr: float = option(1.0, "eta_g, the server's step size")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("buffer", self.buffer >= 1, "of 1 or more")
         self.check("server_lr", self.server_lr > 0, "above 0")

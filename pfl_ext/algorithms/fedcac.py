@@ -51,7 +51,6 @@ class FedCAC(Method):
     beta: int = option(100, "beta, the round beyond which critical parameters are a client's own")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("tau", 0 < self.tau <= 1, "above 0, up to 1")
         self.check("beta", self.beta >= 1, "at least 1")
@@ -78,7 +77,7 @@ class FedCAC(Method):
         return {"model": found}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train the mixture."""
+        """Train the model that the server mixed for this client."""
         client.model.load(received["model"])
         client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
@@ -121,5 +120,5 @@ class FedCAC(Method):
         return found | (pairs & (overlap >= mean + round / self.beta * (most - mean)))
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """theta_k."""
+        """The client's last theta_k, which the server has."""
         return {"personal": received["model"]}

@@ -67,5 +67,5 @@ class FedDF(DistillingMethod):
         server.update(zip(names, distil(server, self, starts, groups), strict=True))
 
     def global_model(self, server: Mapping[str, Tensor], model: WorkingModel) -> Tensor | None:
-        """w."""
+        """The model w of this network's shape."""
         return server[label_of("model", model.network)]

@@ -37,7 +37,6 @@ class FedDyn(Method):
     alpha: float = option(0.01, "weight of the dynamic regulariser")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", self.alpha > 0, "above 0 (without a regulariser use fedavg)")
 
@@ -47,7 +46,7 @@ class FedDyn(Method):
         server["h"] = torch.zeros_like(server["model"][: server.model.parameters])
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """g_k."""
+        """The client keeps g_k, for parameters only, which starts at zero."""
         return {"gradient": model.state()[: model.parameters].zero_()}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

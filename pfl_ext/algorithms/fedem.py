@@ -47,12 +47,11 @@ class FedEM(Method):
     components: int = option(3, "M, how many components; 1 is FedAvg")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("components", self.components >= 1, "at least 1")
 
     def set_up(self, server: Server) -> None:
-        """theta_m, a row each."""
+        """The server keeps the components theta_m as the rows of one tensor."""
         server["models"] = drawn_states(server, self.components)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -60,7 +59,7 @@ class FedEM(Method):
         return {"weights": torch.full((self.components,), 1 / self.components, dtype=torch.float64)}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """All components."""
+        """Send every component to every client."""
         return sent_states(server["models"])
 
     def responsibilities(self, client: Client, models: list[Tensor]) -> Tensor:
@@ -72,7 +71,7 @@ class FedEM(Method):
         return torch.softmax(client["weights"].to(losses[0].device).log() - torch.stack(losses, 1), 1)
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """E-step and M-step."""
+        """Find the mixture weights (E-step), then train every component (M-step)."""
         models = states(received)
         q = self.responsibilities(client, models)
         client["weights"] = q.mean(0).cpu()
@@ -97,7 +96,7 @@ class FedEM(Method):
         server["models"] = torch.stack(new)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> Models:
-        """The mixture."""
+        """The mixture of the components by the client's weights pi_k."""
         models = states(received)
         found = client["weights"] if "weights" in client else self.responsibilities(client, models).mean(0)
         weights = found.to(client.model.dtype).tolist()

@@ -52,7 +52,6 @@ class FedFomo(Method):
     explore_decay: float = option(0.05, "by how much epsilon falls in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("downloads", self.downloads >= 1, "at least 1")
         self.check("explore", 0 <= self.explore <= 1, "from 0 to 1")

@@ -71,7 +71,6 @@ class FedGen(Method):
     diversity: float = option(1.0, "gamma, weight of the term that keeps features of a label apart")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("diversity", self.diversity >= 0, "not negative")

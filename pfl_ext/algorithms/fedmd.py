@@ -70,7 +70,6 @@ class FedMD(Method):
     first_epochs: int = option(0, "passes over a client's own data before those of its first turn")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         for name in ("public_samples", "public_epochs", "first_epochs"):
             self.check(name, getattr(self, name) >= 0, "not negative")
@@ -90,7 +89,7 @@ class FedMD(Method):
         server["consensus_rows"], server["agreed"] = server["rows"].clone(), torch.zeros(1)
 
     def _drawn(self, server: Server) -> Tensor:
-        """D_t."""
+        """The rows of the public samples D_t, drawn for this round."""
         assert server.auxiliary is not None
         samples = len(server.auxiliary)
         rows = torch.randperm(samples, generator=server.stream("public"))[: self.public_samples or samples]
@@ -119,7 +118,7 @@ class FedMD(Method):
         return {"outputs": outputs_of(client.model, client["personal"], client.public, received["rows"])}
 
     def _digest(self, client: Client, rows: Tensor, consensus: Tensor) -> None:
-        """Steps towards the consensus."""
+        """Train the client's model on the public samples towards the consensus."""
         apart = F.l1_loss if self.distance == "absolute" else F.mse_loss
 
         def loss(outputs: Tensor, batch: Batch) -> Tensor:
@@ -137,5 +136,5 @@ class FedMD(Method):
         server["rows"], server["agreed"] = self._drawn(server), torch.ones(1)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """w_k."""
+        """The client's own model w_k."""
         return {"personal": client["personal"]}

@@ -39,7 +39,6 @@ class FedNova(Method):
     server_lr: float = option(1.0, "step size of the server, in units of the mean number of steps")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("server_lr", self.server_lr > 0, "above 0")
 

@@ -44,7 +44,6 @@ class AdaptiveServer(Method):
     tau: float = option(1e-3, "how far steps adapt: the less the further")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("server_lr", self.server_lr > 0, "above 0")
         self.check("beta1", 0 <= self.beta1 < 1, "from 0 to below 1")
@@ -111,7 +110,6 @@ class FedAdam(AdaptiveServer):
     beta2: float = option(0.99, "how much of the mean square v stays in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("beta2", 0 <= self.beta2 < 1, "from 0 to below 1")
 
@@ -134,7 +132,6 @@ class FedYogi(AdaptiveServer):
     beta2: float = option(0.99, "1 - beta2 is how far v goes towards a square, in units of that square")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("beta2", 0 <= self.beta2 < 1, "from 0 to below 1")
 

@@ -52,7 +52,6 @@ class FedPAC(Method):
     head_epochs: int = option(1, "passes over a client's data for the head in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("head_epochs", self.head_epochs >= 0, "not negative")
@@ -123,7 +122,7 @@ class FedPAC(Method):
         server["heads"] = heads
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(phi, h_k)."""
+        """The received representation phi under the client's head h_k."""
         head = client.model.part(self.head)
         return {"personal": client.model.whole((~head, received["representation"]), (head, received["head"]))}
 

@@ -29,7 +29,7 @@ class FedPer(Method):
     head: str = option("", "module that stays with the client, or several with commas; empty: the last layer")
 
     def set_up(self, server: Server) -> None:
-        """B."""
+        """The server keeps the base layers B."""
         server["base"] = (~server.model.part(self.head)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ class FedPer(Method):
         return {"head": model.part(self.head).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """B."""
+        """Send the base layers B."""
         return {"base": server["base"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -54,6 +54,6 @@ class FedPer(Method):
         server["base"] = uploads.average("base")
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(B, P_k)."""
+        """The base layers B under the client's personal layers P_k."""
         head = client.model.part(self.head)
         return {"personal": client.model.whole((~head, received["base"]), (head, client["head"]))}

@@ -27,7 +27,6 @@ class FedProx(Method):
     mu: float = option(0.01, "weight of the proximal term; 0 is FedAvg")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("mu", self.mu >= 0, "not negative")
 
@@ -38,5 +37,5 @@ class FedProx(Method):
         return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()

@@ -30,12 +30,11 @@ class FedRep(Method):
     head_epochs: int = option(5, "passes over a client's data for the head in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("head_epochs", self.head_epochs >= 0, "not negative")
 
     def set_up(self, server: Server) -> None:
-        """The representation."""
+        """The server keeps the representation, all but the head."""
         server["representation"] = (~server.model.part(self.head)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -43,7 +42,7 @@ class FedRep(Method):
         return {"head": model.part(self.head).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The representation."""
+        """Send the representation, all but the head."""
         return {"representation": server["representation"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -65,7 +65,6 @@ class FedRoD(NewClients, Method):
     personal_epochs: int = option(1, "passes over a client's data for the personal head in a round")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("gamma", self.gamma >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
@@ -96,16 +95,16 @@ class FedRoD(NewClients, Method):
         client["head"], client["personal"] = head.read() - generic, model.whole((~head, body), (head, head.read()))
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The personal model."""
+        """The client's personal model."""
         return {"personal": self.personal_of(client, received["model"])}
 
 
 def _balanced(client: Client, gamma: float) -> Loss:
-    """The balanced softmax."""
+    """The loss by the balanced softmax: logits plus gamma times the logarithm of the client's class counts."""
     offset = (client.label_counts().to(client.model.dtype) ** gamma).log()
     return lambda logits, batch: client.task.loss(logits + offset, batch.targets)
 
@@ -144,7 +143,6 @@ class FedRoDHyper(Method):
     hidden: int = option(16, "width of the hypernetwork")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("gamma", self.gamma >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
@@ -162,7 +160,7 @@ class FedRoDHyper(Method):
         server["hypernetwork"] = self._hypernetwork(server.model).drawn(server.stream("hypernetwork"), server.model)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """Everything."""
+        """Send all that the server has: body, generic head and hypernetwork."""
         return {name: server[name] for name in ("model", "hypernetwork")}
 
     def _shares(self, client: Client) -> Tensor:
@@ -193,7 +191,7 @@ class FedRoDHyper(Method):
         return {"model": sent, "hypernetwork": numbers}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the models and the hypernetworks, weighted by samples."""
         server["model"], server["hypernetwork"] = uploads.average(), uploads.average("hypernetwork")
 
     @torch.no_grad()

@@ -26,7 +26,6 @@ class FedSAM(Method):
     rho: float = option(0.05, "radius of the perturbation; 0 is FedAvg")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("rho", self.rho >= 0, "not negative")
 
@@ -37,5 +36,5 @@ class FedSAM(Method):
         return {"model": client.model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()

@@ -52,7 +52,6 @@ class FML(Method):
     beta: float = option(0.5, "beta, weight of the labels for the global model; 1 is FedAvg")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", 0 <= self.alpha <= 1, "from 0 to 1")
         self.check("beta", 0 <= self.beta <= 1, "from 0 to 1")

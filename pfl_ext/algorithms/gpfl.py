@@ -34,7 +34,6 @@ class ConditionalValve(nn.Module):
     """Scales and shifts features by what a condition says."""
 
     def __init__(self, features: int) -> None:
-        """For so many features."""
         super().__init__()
         self.scale, self.shift = (
             nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.LayerNorm([features])) for _ in range(2)
@@ -76,7 +75,6 @@ class GPFL(Method):
     lam: float = option(0.01, "lambda, how strongly global features are drawn to the embeddings of their classes")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
 
@@ -84,7 +82,7 @@ class GPFL(Method):
         return SideModule(lambda: ConditionalValve(features))
 
     def set_up(self, server: Server) -> None:
-        """phi, v and C."""
+        """The server keeps the representation phi, the valve v and the class embeddings C."""
         model = server.model
         features, classes = head_sizes(model, self.head, "GPFL")
         server["representation"] = (~model.part(self.head)).read()
@@ -97,16 +95,16 @@ class GPFL(Method):
         return {"head": model.part(self.head).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """phi, v and C."""
+        """Send the representation phi, the valve v and the class embeddings C."""
         return {name: server[name] for name in ("representation", "valve", "embeddings")}
 
     def _conditions(self, client: Client, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """p_k and g."""
+        """The valve's two conditions: the client's p_k, and g, which all have in common."""
         shares = client.label_counts().to(embeddings.dtype).to(embeddings.device)
         return shares @ embeddings / shares.sum(), embeddings.mean(0)
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train everything at once."""
+        """Train phi, v, C and the client's head by one sum of losses; all but the head is sent."""
         model, own, fixed = client.model, client.model.part(self.head), received["embeddings"]
         own.write(client["head"])
         (~own).write(received["representation"])

@@ -41,16 +41,15 @@ class IFCA(Method):
     clusters: int = option(2, "how many models there are; 1 is FedAvg with clients that count alike")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("clusters", self.clusters >= 1, "at least 1")
 
     def set_up(self, server: Server) -> None:
-        """theta_j, a row each."""
+        """The server keeps the clusters' models theta_j as the rows of one tensor."""
         server["models"] = drawn_states(server, self.clusters)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """All models."""
+        """Send every cluster's model."""
         return sent_states(server["models"])
 
     def _choice(self, client: Client, models: list[Tensor]) -> int:

@@ -51,14 +51,13 @@ class KNNPer(FedAvg):
     tune: bool = option(False, "let each client choose its lambda on its validation data")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("neighbours", self.neighbours >= 1, "at least 1")
         self.check("weight", 0 <= self.weight <= 1, "from 0 to 1")
         self.check("scale", self.scale > 0, "above 0")
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> Models:
-        """p_k."""
+        """A predictor of log p_k: the received model mixed with the nearest training samples."""
         state = received["model"]
         client.model.load(state)
         memory, labels = client.features(client.train, self.head)

@@ -56,7 +56,6 @@ class LayerWise(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("rho", self.rho >= 0, "not negative")
         if not self.p >= 1:
@@ -68,7 +67,7 @@ class LayerWise(Options):
         self.check("radius", not full or self.p > 1, "sum or mean where p is 1")
 
     def layers_of(self, model: WorkingModel) -> Layers:
-        """The network's layers."""
+        """The layers that this network is cut into, by the option ``layers``."""
         return model.layers(cast(Each, self.layers))
 
     def left_out(self, model: WorkingModel, params: Sequence[Tensor], groups: Sequence[int]) -> Tensor | None:

@@ -31,7 +31,7 @@ class LGFedAvg(Method):
     head: str = option("", "module whose parameters are shared, or several with commas; empty: the last layer")
 
     def set_up(self, server: Server) -> None:
-        """g."""
+        """The server keeps the head g."""
         server["head"] = server.model.part(self.head).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ class LGFedAvg(Method):
         return {"representation": (~model.part(self.head)).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """g."""
+        """Send the head g."""
         return {"head": server["head"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,6 +56,6 @@ class LGFedAvg(Method):
         server["head"] = uploads.average("head")
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(l_k, g)."""
+        """The client's representation l_k under the received head g."""
         head = client.model.part(self.head)
         return {"personal": client.model.whole((~head, client["representation"]), (head, received["head"]))}

@@ -43,7 +43,6 @@ class MOON(Method):
     tau: float = option(0.5, "tau, temperature of the contrast")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("mu", self.mu >= 0, "not negative")
         self.check("tau", self.tau > 0, "above 0")
@@ -53,7 +52,7 @@ class MOON(Method):
         return {"previous": model.state()}
 
     def _other(self, client: Client, state: Tensor) -> Features:
-        """Another model's features."""
+        """Makes features by another model, which is not trained."""
         model = WorkingModel(copy.deepcopy(client.model.module))
         model.load(state)
         model.module.eval()
@@ -80,7 +79,7 @@ class MOON(Method):
         return {"model": model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
 

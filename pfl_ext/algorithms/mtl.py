@@ -14,7 +14,7 @@ __all__ = ["MTL"]
 
 @dataclass(frozen=True)
 class MTL(Method):
-    r"""Mean-regularised multi-task learning, a task a client (Evgeniou and Pontil, 2004; Smith et al., 2017).
+    r"""Mean-regularised multi-task learning, each client one task (Evgeniou and Pontil, 2004; Smith et al., 2017).
 
     .. math::
         \min_{v_1, \dots, v_m} \sum_k L_k(v_k) + \tfrac{\lambda}{2} \|v_k - \bar v\|^2,
@@ -37,12 +37,11 @@ class MTL(Method):
     lam: float = option(0.1, "lambda, how strongly a client's model is drawn to the mean; 0 is standalone")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
 
     def set_up(self, server: Server) -> None:
-        """The mean."""
+        """The server keeps the mean of all clients' models."""
         server["mean"] = server.model.state()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
@@ -50,7 +49,7 @@ class MTL(Method):
         return {"personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The mean."""
+        """Send the mean of all clients' models."""
         return {"mean": server["mean"]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -67,5 +66,5 @@ class MTL(Method):
         server["mean"] = server["mean"] + len(uploads) / server.members * change
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """v_k."""
+        """The client's own model v_k."""
         return {"personal": client["personal"]}

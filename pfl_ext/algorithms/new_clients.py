@@ -21,7 +21,6 @@ class NewClients(Options):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("fine_tune_epochs", self.fine_tune_epochs >= 0, "not negative")
 

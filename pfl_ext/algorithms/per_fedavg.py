@@ -54,14 +54,13 @@ class PerFedAvg(Method):
     personal_steps: int = option(1, "steps on training data that make the personal model")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("alpha", self.alpha >= 0, "not negative")
         self.check("delta", self.delta > 0, "above 0")
         self.check("personal_steps", self.personal_steps >= 0, "not negative")
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """SGD on F_k."""
+        """Train from w by the steps of the chosen variant."""
         model = client.model
         model.load(received["model"])
         params: list[Tensor] = list(model.trained)
@@ -89,7 +88,7 @@ class PerFedAvg(Method):
         return {"model": model.state()}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """The clients' mean."""
+        """Average the clients' models; each counts alike."""
         server["model"] = uploads.average(equally=True)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -53,7 +53,6 @@ class PerAda(DistillingMethod):
     personal_lr: float = option(0.0, "step size of the personal adapter; 0: lr")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam", self.lam >= 0, "not negative")
         self.check("personal_epochs", self.personal_epochs >= 0, "not negative")
@@ -61,7 +60,7 @@ class PerAda(DistillingMethod):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Beside the upload."""
+        """Clients train their personal adapters while their uploads are on the way."""
         return ("personal",)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:

@@ -76,7 +76,6 @@ class PersFL(Method):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("temperatures", bool(self.temperatures) and all(t > 0 for t in self.temperatures), "above 0")
         self.check("lambdas", bool(self.lambdas) and all(0 <= x <= 1 for x in self.lambdas), "from 0 to 1")

@@ -68,7 +68,6 @@ class PFedHN(Method):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         for name in ("embedding", "hidden_layers", "embedding_lr", "server_weight_decay"):
             self.check(name, getattr(self, name) >= 0, "not negative")
@@ -158,7 +157,7 @@ class PFedHN(Method):
             server[_BUFFERS] = uploads.average(_BUFFERS)
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """theta_k."""
+        """The model theta_k that the hypernetwork makes for the client."""
         return {"personal": self.state_of(client, received)}
 
 

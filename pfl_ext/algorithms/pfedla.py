@@ -20,7 +20,6 @@ class LayerWeights(nn.Module):
     """From an embedding that is trained with it to weights of all clients, for each layer."""
 
     def __init__(self, embedding: int, width: int, layers: int, clients: int) -> None:
-        """See the class."""
         super().__init__()
         self.shape = (layers, clients)
         self.embedding = nn.Parameter(torch.randn(embedding))
@@ -77,7 +76,6 @@ class PFedLA(Method):
     server_lr: float = option(5.0, "eta, step size of hypernetworks and embeddings")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("embedding", self.embedding >= 1, "at least 1")
         self.check("width", self.width >= 1, "at least 1")
@@ -112,7 +110,7 @@ class PFedLA(Method):
         return {"model": mixed}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Train the mixture."""
+        """Train the model that the server mixed for this client."""
         client.model.load(received["model"])
         client.report["loss"] = Steps(client, self).train()
         return {"model": client.model.state()}
@@ -137,5 +135,5 @@ class PFedLA(Method):
         server["hypernetworks"] = numbers
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mixture."""
+        """The model that the server mixes for this client."""
         return {"personal": received["model"]}

@@ -56,7 +56,6 @@ class PFedMe(Method):
     everyone: bool = option(False, "let all clients train in each round; those that were not selected send nothing")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("personal_lr", self.personal_lr > 0, "above 0")
         self.check("lam", self.lam > 0, "above 0")
@@ -71,7 +70,7 @@ class PFedMe(Method):
         return ("rest",) if self.everyone else ()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """theta_k."""
+        """The client keeps its personal model theta_k."""
         return {"personal": model.state()}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,7 +103,7 @@ class PFedMe(Method):
         self.train(client, received)
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Go towards the mean."""
+        """Move the server's model towards the clients' mean, by the share beta."""
         mean = uploads.average(equally=True)
         if self.beta != 1:
             parameters = slice(server.model.parameters)

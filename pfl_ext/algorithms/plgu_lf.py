@@ -42,7 +42,7 @@ class PLGULF(LayerWise, Method):
     Readings:
 
     * As printed in (5) and in line 6, :math:`\epsilon` follows the personal model's gradient g, which line 5 has
-      anyway: two gradients a step. ``ascent="global"`` takes the gradient at :math:`w_k`, as SAM does, for a third one.
+      anyway: two gradients per step. ``ascent="global"`` takes that at :math:`w_k`, as SAM does, for a third one.
       Line 7 prints the loss of :math:`\theta + \epsilon` but the gradient at :math:`w_k + \epsilon`, which is meant.
     * D = 0 is FedSAM, as the paper says: no layer is personal, so there is no personal model, no score, and
       :math:`\epsilon` follows the gradient at :math:`w_k`. Its radius is :math:`\rho / L` (:class:`LayerWise`).
@@ -61,12 +61,11 @@ class PLGULF(LayerWise, Method):
     ascent: str = option("personal", "whose gradient the perturbation follows", choices=("personal", "global"))
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("personal_layers", self.personal_layers is None or self.personal_layers >= 0, "not negative")
 
     def _count(self, model: WorkingModel) -> int:
-        """D."""
+        """The number D of personal layers in this network."""
         layers = len(self.layers_of(model).names)
         if self.personal_layers is None:
             return max(1, round(layers * 5 / 23))

@@ -33,7 +33,6 @@ class PowerOfChoice(FedAvg):
     candidates: int = option(0, "d, how many are drawn of whom the worst are selected; 0: twice as many")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("candidates", self.candidates >= 0, "not negative")
 

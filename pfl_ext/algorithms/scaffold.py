@@ -55,7 +55,6 @@ class SCAFFOLD(Method):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("server_lr", self.server_lr > 0, "above 0")
 
@@ -65,7 +64,7 @@ class SCAFFOLD(Method):
         server["control"] = torch.zeros_like(server["model"][: server.model.parameters])
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """c_k."""
+        """The client keeps its control variate c_k, which starts at zero."""
         return {"control": model.state()[: model.parameters].zero_()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

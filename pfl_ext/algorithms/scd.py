@@ -78,7 +78,6 @@ class SCD(NewClients, Method):
     )
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         self.check("lam_g", self.lam_g >= 0, "not negative")
         self.check("lam_p", self.lam_p >= 0, "not negative")
@@ -138,9 +137,9 @@ class SCD(NewClients, Method):
         return nearer
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by samples."""
+        """Average the clients' models, weighted by samples."""
         server["model"] = uploads.average()
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The personal model."""
+        """The client's personal model."""
         return {"personal": self.personal_of(client, received["model"])}

@@ -49,7 +49,6 @@ class DistillingMethod(Method):
     kd_distance: bool = option(False, "report the ensemble distillation distance before and after the distillation")
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         for name in ("kd_steps", "kd_rounds", "kd_keep_best"):
             self.check(name, getattr(self, name) >= 0, "not negative")

@@ -35,7 +35,9 @@ class Request:
 def parse(arguments: Sequence[str]) -> Request:
     """The comparison of a command line and its configuration file."""
     what = compared(
-        "compare", arguments, "Run several methods on identical partitions and random streams, and print one table."
+        "compare",
+        arguments,
+        "Run several methods on the same clients' data and the same random numbers, and print one table.",
     )
     if what.vary:
         raise UsageError(f"the configuration sweeps over {', '.join(what.vary)}: run it with pfl-ext sweep")

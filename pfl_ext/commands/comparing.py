@@ -72,7 +72,9 @@ def more_columns(look: Look) -> str:
 
 
 def _add_options(parser: Parser, command: str, basis: Basis) -> None:
-    parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods, or variants that the file names")
+    parser.add_argument(
+        "methods", nargs="*", metavar="METHOD", help="methods, or variants that the --config file names"
+    )
     group = parser.add_argument_group("options of all methods")
     for option in method_options("fedavg").values():
         add_option(group, option, "method")
@@ -85,12 +87,20 @@ def _add_options(parser: Parser, command: str, basis: Basis) -> None:
     )
     if command == "sweep":
         group.add_argument(
-            "--vary", action="append", default=[], metavar="SECTION.OPTION=A,B,...", help="an option and its values"
+            "--vary",
+            action="append",
+            default=[],
+            metavar="SECTION.OPTION=A,B,...",
+            help="an option and the values to try, such as method.lr=0.01,0.1; more than one: all combinations",
         )
-    group.add_argument("--seeds", help="several seeds, such as 0,1,2: mean and standard deviation over them")
+    group.add_argument(
+        "--seeds", help="run with each of these seeds, such as 0,1,2; the table has mean and standard deviation"
+    )
     hide_rare(parser, basis)
     styles = ("markdown", "csv", "latex")
-    group.add_argument("--style", choices=styles, default="markdown", help="of the printed table")
+    group.add_argument(
+        "--style", choices=styles, default="markdown", help="format of the printed table (default: markdown)"
+    )
 
 
 def _set_own(sections: dict[str, dict[str, Any]], settings: Sequence[str], methods: Sequence[str]) -> None:

@@ -32,12 +32,16 @@ class Request:
 def parse(arguments: Sequence[str]) -> Request:
     """The partition of a command line and a configuration file, which may be one of a comparison or a sweep."""
     basis = Basis.of("data", arguments)
-    parser = Parser("data", description="Cut a data set into clients: print who has what, save the partition, draw it.")
+    parser = Parser(
+        "data", description="Divide a data set among clients without training: print who has what; save and draw it."
+    )
     add_data(parser, basis.partition)
     group = parser.add_argument_group("output")
     group.add_argument("--config", type=Path, help="a TOML file with the tables data and partition")
     add_trust(group)
-    group.add_argument("--seed", dest="federation.seed", default=argparse.SUPPRESS, help="the seed (default: 0)")
+    group.add_argument(
+        "--seed", dest="federation.seed", metavar="N", default=argparse.SUPPRESS, help="the seed (default: 0)"
+    )
     group.add_argument("--save", type=Path, help="write the partition to this file (safetensors)")
     group.add_argument("--picture", type=Path, help="draw the partition into this file (PNG)")
     words = words_of(parser, arguments, {"partition": basis.partition})

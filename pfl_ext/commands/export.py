@@ -43,12 +43,14 @@ def parse(arguments: Sequence[str]) -> Request:
         description="Write the global model of a run, or the personal one of a client, into a safetensors file: all\n"
         "tensors of the network by its own names, frozen ones too, as its state_dict has them. Its header says what\n"
         "it is, with the classes and the normalisation of the inputs. torch and safetensors are enough to read it;\n"
-        "--network-pretrained begins a new run with it.",
+        "pfl-ext run --network-pretrained FILE starts a new run from it.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the results folder of a run")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the file to write")
-    parser.add_argument("--client", type=int, help="whose personal model (default: the global model)")
-    parser.add_argument("--network", type=int, help="of a run with several networks: the number of one, from 0")
+    parser.add_argument(
+        "--client", type=int, help="number of the client whose personal model is written (default: the global model)"
+    )
+    parser.add_argument("--network", type=int, help="with several networks in the run: the number of one, from 0")
     parser.add_argument("--data-root", type=Path, help="the folder with the data's files, if not that of the run")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     add_trust(parser)
@@ -62,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Write it."""
+    """Write the model that the request names into its file."""
     experiment = experiment_of(request.folder, request.data_root, trusted=request.trust_code)
     federation = restored(request.folder, experiment)
     if request.client is None:

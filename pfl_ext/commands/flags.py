@@ -44,10 +44,10 @@ def add_option(group: Any, option: Option, section: str, key: str | None = None)
     key = key or option.name
     default = option.default
     if isinstance(default, tuple):
-        default = ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in default)
+        default = "none" if not default else ",".join(f"{x:g}" if isinstance(x, float) else str(x) for x in default)
     text = option.help.replace("%", "%%")
-    if isinstance(default, (str, int, float)):
-        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+    if isinstance(default, (str, int, float)) and "(default: " not in text:
+        text += f" (default: {_shown(default)})"
     common: dict[str, Any] = {"dest": f"{section}.{key}", "default": argparse.SUPPRESS, "help": text}
     name = flag(section, key)
     if option.type is bool:
@@ -55,6 +55,13 @@ def add_option(group: Any, option: Option, section: str, key: str | None = None)
     else:
         metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else _stands_for(option.type)
         group.add_argument(name, metavar=metavar, **common)
+
+
+def _shown(default: str | int | float) -> str:
+    """A default as help shows it."""
+    if default == "":
+        return "empty"
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _stands_for(kind: Any) -> str:

@@ -14,11 +14,11 @@ __all__ = ["Request", "execute", "parse"]
 
 @dataclass(frozen=True)
 class Request:
-    """It has no options."""
+    """What ``pfl-ext info`` was asked: it has no options."""
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """Refuse everything but --help."""
+    """Refuse every argument but ``--help``."""
     parser = Parser(
         "info",
         description="Print versions, compilers, build flags, the instruction set in use, and for each op which\n"
@@ -29,6 +29,6 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Print the report."""
+    """Print the report on this installation."""
     print(report())
     return 0

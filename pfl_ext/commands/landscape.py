@@ -23,7 +23,7 @@ _SPLITS = ("train", "validation", "test", "global_test")
 
 @dataclass(frozen=True)
 class Request:
-    """Landscapes to be drawn."""
+    """The runs around whose models the loss is drawn, and how finely."""
 
     folders: tuple[Path, ...]
     client: int
@@ -54,17 +54,28 @@ def parse(arguments: Sequence[str]) -> Request:
         "network and one partition compare. The folders are those that pfl-ext run and compare write.",
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folders of runs")
-    parser.add_argument("--client", type=int, default=0, help="whose models and data (default: 0)")
-    parser.add_argument("--models", help="such as global,personal (default: all that the runs evaluate)")
-    parser.add_argument("--split", choices=_SPLITS, default="train", help="the data (default: the client's train)")
-    parser.add_argument("--samples", type=int, default=1000, help="at most so many of them (default: 1000)")
-    parser.add_argument("--points", type=int, default=21, help="of the grid in each direction (default: 21)")
-    parser.add_argument("--radius", type=float, default=1.0, help="1: as far as the filters are long (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="decides the directions (default: 0)")
+    parser.add_argument("--client", type=int, default=0, help="the client whose models and data are taken (default: 0)")
+    parser.add_argument("--models", help="which models, such as global,personal (default: all that the runs evaluate)")
+    parser.add_argument(
+        "--split", choices=_SPLITS, default="train", help="the data that the loss is of (default: the client's train)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1000, help="the most samples to compute the loss on (default: 1000)"
+    )
+    parser.add_argument("--points", type=int, default=21, help="points of the grid in each direction (default: 21)")
+    parser.add_argument(
+        "--radius",
+        type=float,
+        default=1.0,
+        help="how far the picture goes; 1: as far as the filters are long (default: 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random directions (default: 0)")
     parser.add_argument("--device", help="where losses are computed, such as cuda (default: where the run was)")
     parser.add_argument("--data-root", type=Path, help="the folder with the data's files, if not that of the run")
     add_trust(parser)
-    parser.add_argument("--output", type=Path, default=Path("landscape.png"), help="the picture to write")
+    parser.add_argument(
+        "--output", type=Path, default=Path("landscape.png"), help="the picture to write (default: landscape.png)"
+    )
     parsed, unknown = parser.parse_known_args(list(arguments))
     refuse_unknown(parser, unknown, {})
     if parsed.samples < 1:

@@ -20,7 +20,7 @@ __all__ = ["Request", "add_trust", "execute", "listed", "make_known", "parse"]
 
 @dataclass(frozen=True)
 class Request:
-    """Which methods are shown."""
+    """The methods to show; none named: all."""
 
     names: tuple[str, ...]
 
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Print the tables."""
+    """Print a table of the methods and one of their options."""
     from pfl_ext.catalogue import catalogue, methods_table, options_table
 
     entries = catalogue(request.names)

@@ -21,7 +21,7 @@ class _Everything(argparse.Action):
     """Print all options, and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """In place of setting a value."""
+        """Print the help with all options and exit; argparse calls it for ``--help-all``."""
         assert isinstance(parser, Parser)
         print(parser.format_help(everything=True), end="")
         parser.exit()
@@ -31,7 +31,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Help as wide as the terminal, up to a width that is read with ease."""
 
     def __init__(self, prog: str) -> None:
-        """See the class."""
         super().__init__(prog, max_help_position=30, width=min(_WIDTH, shutil.get_terminal_size().columns) - 2)
 
 
@@ -42,7 +41,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, operands: str = "", **more: Any) -> None:
-        """Of ``pfl-ext COMMAND OPERANDS [options]``."""
         super().__init__(
             **{
                 "prog": f"pfl-ext {command}",

@@ -160,9 +160,11 @@ def add_data(parser: Parser, partition: str) -> None:
     group = parser.add_argument_group(f"partition {partition}", title(PARTITIONERS[partition]))
     for option in partition_options(partition).values():
         add_option(group, option, "partition")
-    group = parser.add_argument_group("task", "The options of tasks that have any.")
+    group = parser.add_argument_group("task", "Options of the task; each names the tasks that have it, if not all do.")
     _add_own(group, "task", TASKS, task_options)
-    group = parser.add_argument_group("network", "The options of every network; stem and the like where it has them.")
+    group = parser.add_argument_group(
+        "network", "Options of the network; each names the networks that have it, if not all do."
+    )
     _add_own(group, "network", NETWORKS, network_options)
 
 
@@ -192,7 +194,7 @@ def add_method(parser: Parser, method: str, title_: str) -> None:
     """Add the options of a method: those that it has itself, and those of the local training that all share."""
     shared = method_options("fedavg").keys()
     own = parser.add_argument_group(title_, title(METHODS[method]))
-    local = parser.add_argument_group("local training", "The options that all methods share.")
+    local = parser.add_argument_group("local training", "Options that all methods share.")
     for option in method_options(method).values():
         add_option(local if option.name in shared else own, option, "method")
 
@@ -225,7 +227,7 @@ _LOG = Option(
     "log",
     tuple[str, ...],
     (),
-    f"give every record to {', '.join(LOGGERS)} too, each an extra of the package; W&B and MLflow take their own "
+    f"also send every record to {', '.join(LOGGERS)}, each an extra of the package; W&B and MLflow read their own "
     "variables, such as WANDB_MODE=offline and MLFLOW_TRACKING_URI",
 )
 
@@ -237,7 +239,8 @@ def add_output(parser: Parser, default: str) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a TOML file with the tables data, partition, task, network, federation, method",
+        help="a TOML file with any options, in the tables data, partition, task, network, federation, method; options "
+        "on the command line win",
     )
     add_trust(group)
     group.add_argument(
@@ -249,7 +252,7 @@ def add_output(parser: Parser, default: str) -> None:
     )
     group.add_argument("--quiet", action="store_true", help="no progress display")
     group.add_argument("--log", metavar="NAME,...", default=(), help=_LOG.help)
-    group.add_argument("--no-plots", action="store_true", help="draw nothing")
+    group.add_argument("--no-plots", action="store_true", help="draw no pictures")
     for option in (METRIC, STATISTIC, COLUMNS):  # the file may set them: no default here
         text = option.help if option.default is None else f"{option.help} (default: {option.default})"
         metavar = None if option.choices else "A,B,..." if option is COLUMNS else "NAME"

@@ -30,21 +30,25 @@ def parse(arguments: Sequence[str]) -> Request:
         "report",
         " FOLDER ...",
         description="Write one HTML page about runs: results, curves, clients, partition, costs, differences. It\n"
-        "needs no network and opens from disk. The folders are those that pfl-ext run, compare, sweep and paper\n"
-        "write, or folders with any of these in them.",
+        "needs no internet and opens from disk. Each FOLDER is one that pfl-ext run, compare, sweep or paper wrote,\n"
+        "or one that contains such folders.",
     )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results of run, compare or sweep")
-    parser.add_argument("--output", type=Path, help="the file to write (default: report.html in the first folder)")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="results of run, compare, sweep or paper"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the file to write (default: report.html in the first folder)"
+    )
     parser.add_argument(
         "--watch", action="store_true", help="serve the page on this machine and keep it up to date; Ctrl-C ends it"
     )
-    parser.add_argument("--port", type=int, help="with --watch: the port (default: a free one)")
+    parser.add_argument("--port", type=int, metavar="N", help="with --watch: the port (default: a free one)")
     parsed, unknown = parser.parse_known_args(list(arguments))
     refuse_unknown(parser, unknown, {})
     if parsed.watch and parsed.output is not None:
         raise UsageError("--watch serves the page and writes no file: leave out --output")
     if parsed.port is not None and not parsed.watch:
-        raise UsageError("--port is of --watch; add it, or leave out --port")
+        raise UsageError("--port works with --watch alone; add --watch, or leave out --port")
     if parsed.port is not None and not 0 <= parsed.port < 65536:
         raise UsageError(f"--port is {parsed.port}; accepted is 0 to 65535")
     output = parsed.output or parsed.folders[0] / "report.html"

@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Go on with it."""
+    """Go on with the run, comparison or sweep of the folder."""
     module = importlib.import_module(f".{request.command}", __package__)
     status: int = module.execute(request.inner)
     return status

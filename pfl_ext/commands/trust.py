@@ -21,8 +21,8 @@ def add_trust(parser: Any) -> None:
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="let files name methods, networks, tasks and data of Python files (path/to/file.py:Name), which are then "
-        "run",
+        help="run the Python files (path/to/file.py:Name) that a configuration file or a run's folder names; only for "
+        "files you trust",
     )
 
 

@@ -22,7 +22,7 @@ __all__ = ["Request", "execute", "flags", "parse"]
 
 @dataclass(frozen=True)
 class Request:
-    """Runs to be timed."""
+    """The finished runs to time, and the accuracies they are to reach."""
 
     folders: tuple[Path, ...]
     targets: tuple[float, ...]
@@ -46,22 +46,33 @@ def parse(arguments: Sequence[str]) -> Request:
     parser = Parser(
         "virtual-time",
         " FOLDER ...",
-        description="Virtual time of finished runs to a target accuracy, under compute-and-wait and wait-free.\n"
-        "Asynchronous runs and those that train until the new model arrives have one time: their own.",
+        description="Print the virtual time that finished runs take to a target accuracy, on simulated devices and\n"
+        "links: with personal training before the upload (compute-and-wait) and during it (wait-free).\n"
+        "Asynchronous runs, and those that train until the new model arrives, have one time: their own.",
     )
     parser.add_argument("results", nargs="+", type=Path, metavar="FOLDER", help="results of run, compare or sweep")
     parser.add_argument(
-        "--target", nargs="+", type=float, default=[], help="of the runs' metric: accuracies such as 0.4 0.8"
+        "--target",
+        nargs="+",
+        type=float,
+        default=[],
+        help="values of the runs' metric to reach, such as accuracies 0.4 0.8",
     )
-    parser.add_argument("--model", default="personal", help="which: personal or global (default: personal)")
     parser.add_argument(
-        "--ratios", help="times of personal training to communication, such as 0.25,1,4: a table of speed-ups over them"
+        "--model", default="personal", help="whose results have to reach it: personal or global (default: personal)"
     )
-    parser.add_argument("--against", help="speed-ups of all runs against compute-and-wait of the one with this name")
+    parser.add_argument(
+        "--ratios",
+        help="ratios of personal training time to communication time, such as 0.25,1,4: print the speed-up at each",
+    )
+    parser.add_argument(
+        "--against",
+        help="name of the run to compare with: print how much faster all runs are than it is under compute-and-wait",
+    )
     parser.add_argument("--picture", type=Path, help="draw who does what when in the first run's first rounds")
-    parser.add_argument("--rounds", type=int, default=3, help="so many of them (default: 3)")
-    parser.add_argument("--style", choices=("markdown", "csv", "latex"), default="markdown")
-    group = parser.add_argument_group("another clock than the runs' own")
+    parser.add_argument("--rounds", type=int, default=3, help="how many rounds the picture shows (default: 3)")
+    parser.add_argument("--style", choices=("markdown", "csv", "latex"), default="markdown", help="format of the table")
+    group = parser.add_argument_group("devices and links in place of the runs' own")
     known = settings_options()
     for name in CLOCK:
         group.add_argument(flag("federation", name), help=known[name].help, default=argparse.SUPPRESS)

@@ -45,7 +45,7 @@ def none(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def flip(x: Tensor, generator: torch.Generator) -> Tensor:
-    """:func:`random_flip`."""
+    """Mirror some images: :func:`random_flip`, as the option names it."""
     return random_flip(x, generator)
 
 

@@ -33,7 +33,7 @@ Item = tuple[Inputs, Tensor | None]
 
 
 def too_large(size: int) -> bool:
-    """Whether so many bytes are more than a quarter of this machine's memory."""
+    """Whether this number of bytes is more than a quarter of this machine's memory."""
     return size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 

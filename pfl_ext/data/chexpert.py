@@ -31,7 +31,7 @@ def read_chexpert(folder: Path, size: int | None = None, cache: Path | None = No
     Args:
         folder: with ``train.csv`` and the images. A path in the table begins with the folder's official name, which is
             left away: the folder may be called otherwise.
-        size: scale the shorter side to so many pixels, 64 if None, and cut the middle square.
+        size: scale the shorter side to this many pixels, 64 if None, and cut the middle square.
         cache: a folder for images that are too large for memory; None: they must fit.
     """
     size = size or SIZE

@@ -308,7 +308,7 @@ class Dataset:
 
     @property
     def device(self) -> torch.device:
-        """Where the samples are."""
+        """The device that holds the samples."""
         return self.targets.device
 
     @property

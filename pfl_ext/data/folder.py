@@ -40,7 +40,7 @@ def read_folder(path: Path, size: int | None = None, cache: Path | None = None) 
 
     Args:
         path: the folder.
-        size: scale the shorter side to so many pixels and cut the middle square; needed where the sizes differ.
+        size: scale the shorter side to this many pixels and cut the middle square; needed where the sizes differ.
         cache: a folder for images that are too large for memory; None: they must fit.
     """
     if not path.is_dir():

@@ -28,7 +28,7 @@ def read_images(
 
     Args:
         paths: the files, one at least.
-        size: scale the shorter side to so many pixels and cut the middle square; needed where the sizes differ.
+        size: scale the shorter side to this many pixels and cut the middle square; needed where the sizes differ.
         cache: a folder in which images stay that take more than a quarter of the memory; None: all are read.
         name: of the cache.
     """

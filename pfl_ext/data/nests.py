@@ -34,7 +34,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def leaves(inputs: Any) -> list[Any]:
-    """The tensors."""
+    """All tensors of some inputs, in a fixed order."""
     return [inputs] if isinstance(inputs, Tensor) else [leaf for _, leaf in named(inputs)]
 
 
@@ -69,6 +69,6 @@ def shapes(inputs: Any) -> Any:
 
 
 def split(inputs: Inputs, size: int) -> list[Inputs]:
-    """Nests of so many samples each."""
+    """Nests of ``size`` samples each, of which the last may have fewer."""
     every = [leaf.split(size) for leaf in leaves(inputs)]
     return [filled(inputs, parts) for parts in zip(*every, strict=True)]

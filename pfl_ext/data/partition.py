@@ -66,7 +66,7 @@ class Partition:
 
     @property
     def clients(self) -> int:
-        """The number of clients."""
+        """How many clients share the samples."""
         return len(self.train)
 
     @property

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 Alpha = Annotated[float, "concentration of the Dirichlet distribution; the smaller, the more heterogeneous"]
-Minimum = Annotated[int, "every client holds at least so many samples, moved from the largest clients if need be"]
+Minimum = Annotated[int, "the least samples a client may have; if need be, some are moved from the largest clients"]
 Server = Annotated[float, "fraction of all samples held out for the server"]
 Balance = Annotated[bool, "a client that holds its equal share n/M already gets none of the next class (PerAda)"]
 PerClass = Annotated[int, "samples of every class that each client gets before the rest is drawn (PerAda: 2)"]

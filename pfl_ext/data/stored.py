@@ -43,12 +43,12 @@ class StoredTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of these samples."""
+        """The shape a tensor of these samples would have."""
         return torch.Size((len(self), *self.whole[1:]))
 
     @property
     def ndim(self) -> int:
-        """As of a tensor."""
+        """The number of dimensions, that of the samples included."""
         return len(self.whole)
 
     @property
@@ -61,11 +61,10 @@ class StoredTensor:
         return math.prod(self.whole[1:]) * self.dtype.itemsize
 
     def __len__(self) -> int:
-        """How many samples."""
         return self.whole[0] if self.rows is None else len(self.rows)
 
     def is_floating_point(self) -> bool:
-        """As of a tensor."""
+        """Whether the samples are floating-point numbers."""
         return self.dtype.is_floating_point
 
     def to(self, device: torch.device | str) -> StoredTensor:
@@ -78,7 +77,7 @@ class StoredTensor:
         return replace(self, rows=chosen)
 
     def index_select(self, dim: int, indices: Tensor) -> Tensor:
-        """These samples, read."""
+        """Read these samples from the file into a tensor; ``dim`` is taken as 0."""
         rows = indices.cpu() if self.rows is None else self.rows[indices.cpu()]
         found = torch.empty((len(rows), *self.whole[1:]), dtype=self.dtype)
         size, file = self._each, self._descriptor()
@@ -105,9 +104,9 @@ class StoredTensor:
         return int(self.__dict__["_file"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is of this process."""
+        """Leave out the open file, which another process cannot use."""
         return {name: value for name, value in self.__dict__.items() if name != "_file"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another one."""
+        """The file is opened again when the first sample is read."""
         self.__dict__.update(state)

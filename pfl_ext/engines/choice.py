@@ -18,12 +18,12 @@ __all__ = ["EngineOptions", "make_engine"]
 
 @dataclass(frozen=True)
 class EngineOptions(Options):
-    """Where clients' turns run; it has no influence on results, but for ``reduction=fast``."""
+    """Where clients train; only reduction=fast changes results."""
 
     engine: str = option(
         "auto",
-        "where clients train: in this process, in workers, on the ranks of torchrun; auto: on these where torchrun has "
-        "started the process, else in as many processes as there are workers",
+        "where clients train: in this process, in worker processes, or on the ranks of torchrun; auto: on ranks where "
+        "torchrun started the process, else as --workers says",
         choices=("auto", "process", "workers", "torchrun"),
         identity=False,
     )
@@ -40,7 +40,6 @@ class EngineOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("workers", 1 <= self.workers <= 1024, "from 1 to 1024")
         self.check("streams", 1 <= self.streams <= 64, "from 1 to 64")

@@ -41,7 +41,6 @@ class Exchange:
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, keep: Callable[[Tensor, str], Vector]) -> None:
-        """See the class."""
         self._ranks, self._device, self._keep = ranks, device, keep
         self._slices: dict[tuple[int, int], Vector] = {}
         self._waiting: queue.SimpleQueue[tuple[int, Tensor] | None] = queue.SimpleQueue()
@@ -83,7 +82,7 @@ class Exchange:
             self._error = error
 
     def _exchange(self) -> None:
-        """Until nobody has more."""
+        """Send and receive until no rank has more to send."""
         if self._device.type != "cuda":
             self._steps()
             return
@@ -136,7 +135,7 @@ class Exchange:
                 self._slices[rank, number] = self._keep(into[rank], f"slice-{rank}-{number}")
 
     def _bounds(self, size: int) -> list[tuple[int, int]]:
-        """Where each rank's slice of so many numbers begins and ends."""
+        """Where each rank's slice of this many numbers begins and ends."""
         step = -(-size // self._ranks.size)
         return [(min(r * step, size), min((r + 1) * step, size)) for r in range(self._ranks.size)]
 

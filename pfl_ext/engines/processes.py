@@ -75,7 +75,7 @@ def _identity() -> int:
 
 
 class Processes:
-    """So many processes that carry out calls: the standard library's pool.
+    """Processes that carry out calls: the standard library's pool.
 
     They are spawned: a script that makes them must guard its entry point by ``__name__ == "__main__"``.
 

@@ -67,7 +67,7 @@ class _Packed(pickle.Pickler):
 
 
 class _Unpacked(pickle.Unpickler):
-    """Puts the tensors back."""
+    """Unpickles a message whose tensors came apart from it."""
 
     def __init__(self, content: bytes, tensors: Sequence[Tensor]) -> None:
         super().__init__(io.BytesIO(content))
@@ -100,7 +100,7 @@ class Ranks:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, of_job: dist.Store) -> None:
-        """Made by :meth:`join`."""
+        """Not called by users: :meth:`join` makes it."""
         self._of_job = of_job
         self.rank, self.size = rank, size
         self.sent: dict[str, int] = {}

@@ -89,7 +89,6 @@ class Site:
     """
 
     def __init__(self, ranks: Ranks, plan: Plan, clients: Sequence[int]) -> None:
-        """See the class."""
         self.averages: dict[int, Tensor] = {}
         self.turns = Turns()
         self._ranks, self._plan, self.rank = ranks, plan, ranks.rank
@@ -236,7 +235,7 @@ class Site:
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """What the store has."""
+        """All vectors that the clients keep, for a checkpoint."""
         return self.store.tensors()
 
     def save(self, stem: Path) -> Path:

@@ -35,7 +35,6 @@ class Streams(InProcess):
     """
 
     def __init__(self, streams: int) -> None:
-        """See the class."""
         self.streams = streams
 
     def start(self, plan: Plan) -> None:

@@ -202,7 +202,6 @@ class Torchrun(Here):
     """
 
     def __init__(self, reduction: Reduction = "exact") -> None:
-        """See the class."""
         if _joined is None:
             raise ValueError(
                 "engine is torchrun, and this process is none of torchrun's: torchrun --nproc-per-node 2 -m pfl_ext "

@@ -44,7 +44,7 @@ class _PortableDataset:
 
     @classmethod
     def of(cls, dataset: Dataset, folder: Path, label: str) -> _PortableDataset:
-        """Write the large tensors."""
+        """Write the dataset's large tensors into files of ``folder``."""
 
         def file_of(value: Any, name: str) -> Any:
             large = isinstance(value, Tensor) and value.nbytes >= LARGE
@@ -92,7 +92,7 @@ class _PortablePlan:
         return cls(empty, _PortableDataset.of(plan.dataset, folder, "data"), tests, public)
 
     def open(self) -> Plan:
-        """The plan."""
+        """The plan with its data mapped and a module of its own."""
         dataset = self.dataset.open()
         tests = {
             name: [(dataset if data is None else data.open(), rows) for data, rows in parts]
@@ -107,12 +107,11 @@ class _Slots:
     """Tensors in files that are written again and again: a new file costs 274 us to write and 90 to map, this 10."""
 
     def __init__(self, folder: Path) -> None:
-        """None yet."""
         self._folder = folder / "slots"
         self._open: dict[Path, Tensor] = {}
 
     def __contains__(self, file: MappedTensor) -> bool:
-        """Whether that is such a file."""
+        """Whether the tensor is in a file of this folder."""
         return file.path.parent == self._folder
 
     def write(self, name: str, tensor: Tensor) -> MappedTensor:
@@ -139,7 +138,6 @@ class _Worker:
     """What a worker process has."""
 
     def __init__(self, plan: Plan, store: ClientStore, server: Mapping[str, MappedTensor], folder: Path) -> None:
-        """Make the runtime of all clients."""
         self._files = plan.method.buffer is not None or plan.settings.store == "mapped"
         self._folder, self._slots = folder, _Slots(folder)
         self._round, self._used = 0, 0
@@ -156,7 +154,6 @@ class _Worker:
         return {name: self._slots.write(f"{label}-{name}", vector) for name, vector in vectors.items()}
 
     def __call__(self, requests: Sequence[Request]) -> list[Reply]:
-        """Carry out several requests."""
         replies = []
         for request in requests:
             reply = self.runtime(request)
@@ -212,7 +209,6 @@ class Workers(Here):
     """
 
     def __init__(self, workers: int) -> None:
-        """See the class."""
         leave_if_imported_by_a_worker()
         self.workers = workers
         self._processes: Processes | None = None
@@ -323,7 +319,7 @@ class Workers(Here):
             super().release(vector)
 
     def state(self) -> dict[str, Tensor]:
-        """What the store has."""
+        """All vectors that the clients keep, for a checkpoint."""
         return self.store.tensors()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

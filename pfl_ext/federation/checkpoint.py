@@ -315,7 +315,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """See the class."""
         self.folder, self.identity = folder, identity
         self._saved_at = time.monotonic()
         self._known: dict[Path, tuple[int, ...]] = {}  # what this process has written or found good, as it was then
@@ -344,7 +343,7 @@ class Checkpoints:
     def save(
         self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], shards: Sequence[Path] = ()
     ) -> None:
-        """Write one; see :func:`save`."""
+        """Write a checkpoint into the folder; the arguments are those of :func:`save`."""
         self._remember(save(self.folder, step, self.identity, state, tensors, shards, self._is_good))
         self._saved_at = time.monotonic()
 

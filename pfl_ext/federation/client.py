@@ -28,7 +28,7 @@ _FETCHED_AHEAD = 256  # samples that are fetched together: one by one, batches o
 
 
 def _split(rows: Any, size: int, count: int) -> Sequence[Any]:
-    """Parts of so many of the ``count`` rows each. A split into one part, which small clients ask for, takes 5 us."""
+    """Cut ``count`` rows into parts of ``size``. A split into one part, which small clients ask for, takes 5 us."""
     if count <= size:
         return (rows,)
     return rows.split(size) if isinstance(rows, Tensor) else split(rows, size)
@@ -89,7 +89,7 @@ class Client:
         settings: Settings,
         public: Dataset | None = None,
     ) -> None:
-        """Made by the runtime."""
+        """Not called by users: the runtime makes a client for each turn."""
         self.index, self.round, self.stage, self.task, self.model = index, round, stage, task, model
         self.train, self.validation, self.test = rows
         self.privacy: Privacy | None = settings.privacy
@@ -174,7 +174,7 @@ class Client:
         self.trained_parameters += sum(p.numel() for p in params)
 
     def _goes_on(self, samples: int) -> bool:
-        """Whether a batch of so many samples fits into the turn, and count it if it does."""
+        """Whether a batch of this many samples fits into the turn, and count it if it does."""
         if self.stage == "train":
             self.trained += samples
             return True

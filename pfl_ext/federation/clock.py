@@ -49,9 +49,9 @@ class Device(NamedTuple):
     compute: float
     """Seconds a training step takes for each of its samples."""
     up: float
-    """Bytes a second from the client to the server."""
+    """Bytes per second from the client to the server."""
     down: float
-    """Bytes a second from the server to the client."""
+    """Bytes per second from the server to the client."""
     latency: float
     """Seconds before the first byte arrives, either way."""
 
@@ -70,12 +70,11 @@ class Clock:
     """The devices of all clients, and the server's.
 
     Args:
-        devices: one a client.
+        devices: one for each client.
         aggregation: seconds the server takes for a new model.
     """
 
     def __init__(self, devices: Sequence[Device], aggregation: float = 0.0) -> None:
-        """See the class."""
         self.devices, self.aggregation = tuple(devices), aggregation
         for k, device in enumerate(self.devices):
             _check(f"client {k}", device)
@@ -150,7 +149,7 @@ class Clock:
         return device.latency + work.up / device.up if work.up else 0.0
 
     def train(self, client: int, samples: int) -> float:
-        """How long training steps on so many samples take."""
+        """How many seconds training steps on this number of samples take."""
         return samples * self.devices[client].compute
 
     def turn(self, work: Work, begin: float, wait_free: bool, free: float = 0.0) -> list[Span]:
@@ -177,7 +176,7 @@ class Clock:
 
 
 def clock_of(options: ClockOptions, clients: int, seed: int) -> Clock:
-    """The clock for so many clients; without one (``none``) that of equal clients, which only orders events."""
+    """The clock for this number of clients; ``none`` gives that of equal clients, which only orders events."""
     if options.clock == "trace":
         return Clock.trace(Path(options.clock_trace), clients, options.clock_aggregation)
     median = Device(options.clock_compute, options.clock_up, options.clock_down, options.clock_latency)
@@ -226,7 +225,7 @@ class Timeline:
         return found
 
     def state(self) -> list[float]:
-        """Everything to save."""
+        """The timeline as numbers, from which :meth:`restore` goes on."""
         return [self.time, self._sends, *self._free]
 
     def restore(self, state: Sequence[float]) -> None:

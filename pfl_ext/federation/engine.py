@@ -102,7 +102,7 @@ class InProcess(Here):
             torch.set_rng_state(random_state)
 
     def state(self) -> dict[str, Tensor]:
-        """What the store has."""
+        """All vectors that the clients keep, for a checkpoint."""
         return self.store.tensors()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -110,7 +110,7 @@ class InProcess(Here):
         self.store.restore(tensors)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process has to end."""
 
 
 def store_folder(owner: object, plan: Plan) -> Path:

@@ -35,7 +35,7 @@ class Reports(Protocol):
     """What clients reported, by their numbers."""
 
     def __getitem__(self, client: int) -> dict[str, float]:
-        """One client's."""
+        """The numbers that one client reported, by name."""
 
 
 @dataclass
@@ -72,7 +72,6 @@ class Evaluator:
         tests: Mapping[str, Sequence[tuple[Dataset, Tensor]]],
         global_models: int,
     ) -> None:
-        """See the class."""
         self.engine, self.task, self.settings, self.tests = engine, task, settings, tests
         self.sizes = [{split: len(getattr(partition, split)[k]) for split in SPLITS} for k in range(partition.clients)]
         self._old = partition.clients - settings.new_clients

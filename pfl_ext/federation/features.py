@@ -29,7 +29,6 @@ class Features:
     """
 
     def __init__(self, model: WorkingModel, head: str = "") -> None:
-        """See the class."""
         self.name = head or model.last_layer()
         modules = dict(model.module.named_modules())
         if self.name not in modules:
@@ -37,12 +36,10 @@ class Features:
         self._module, self._model, self._last = modules[self.name], model, None
 
     def __enter__(self) -> Features:
-        """Begin to watch."""
         self._hook = self._module.register_forward_pre_hook(self._watch)
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End."""
         self._hook.remove()
         self._last = None
 

@@ -90,7 +90,6 @@ class Federation:
         auxiliary: Dataset | None = None,
         extra_tests: Mapping[str, Sequence[Dataset]] | None = None,
     ) -> None:
-        """See the class."""
         self.settings = s = Settings() if settings is None else settings
         device, tests = usable_device(s), extra_tests or {}
         self.method, self.dataset, self.partition = method, dataset.to(device), partition
@@ -180,7 +179,7 @@ class Federation:
                 self._pause(stop, due=True)
 
     def _heard(self) -> None:
-        """Answer the first Ctrl-C."""
+        """Say, on the first Ctrl-C, that the run stops after its round."""
         saving = "" if self._checkpoints is None else ", then saving"
         self.answer(f"finishing {self._at_work}{saving}; again to stop now")
 

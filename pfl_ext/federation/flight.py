@@ -36,7 +36,7 @@ class Flying:
 
     @property
     def client(self) -> int:
-        """The client's number."""
+        """The number of the client whose turn this is."""
         return self.work.client
 
 
@@ -85,7 +85,7 @@ class Flight:
         None: nobody is on the way, and nobody is left to begin.
 
         Args:
-            members: the first so many clients take part.
+            members: how many clients, the first ones, take part.
             version: how often the server has changed its vectors.
             begin: computes turns. Before it does, the caller lets clients keep what is :meth:`due`.
         """

@@ -59,7 +59,6 @@ class RecordedSteps:
     """
 
     def __init__(self, steps: Taking) -> None:
-        """See the class."""
         self._steps = steps
         self._first: Batch | None = None
         self._given: list[Tensor] = []

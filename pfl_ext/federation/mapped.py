@@ -52,7 +52,7 @@ class MappedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The tensor's size in bytes."""
         return self.numel() * self.dtype.itemsize
 
     # Mapped pages count as memory of the process for as long as they are mapped, and a mapped write to a full disk
@@ -110,7 +110,7 @@ class RemoteTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The tensor's size in bytes."""
         return self.numel() * self.dtype.itemsize
 
     def open(self) -> Tensor:

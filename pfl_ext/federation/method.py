@@ -119,7 +119,7 @@ class Method(Options, abc.ABC):
         return {**self.__dict__, "_own_optimizer": OPTIMIZERS[name] if isinstance(name, str) else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a worker."""
+        """Make a user's own optimiser known in this process too."""
         own = state.pop("_own_optimizer")
         if own is not None:
             OPTIMIZERS.setdefault(state["optimizer"], own)

@@ -64,7 +64,7 @@ class Part:
         self.size = sum(self._sizes)
 
     def __invert__(self) -> Part:
-        """The others."""
+        """The rest of the model: all tensors that are not in this part."""
         return self._model._part_of(frozenset(range(len(self._model.shapes))) - self._chosen)
 
     def of(self, state: Tensor) -> Tensor:
@@ -121,7 +121,6 @@ class WorkingModel:
         server_buffers: tuple[str, ...] = (),
         network: int = 0,
     ) -> None:
-        """See the class."""
         self.network = network
         everything = [*module.named_parameters(), *module.named_buffers()]
         _check(module, everything)
@@ -273,7 +272,7 @@ class WorkingModel:
     # ---- states ------------------------------------------------------------------------------------------------------
 
     def pieces(self, state: Tensor) -> tuple[Tensor, ...]:
-        """A state's numbers, a vector a tensor: views of it."""
+        """A state's numbers, one vector for each tensor: views of it."""
         if state.shape != (self.size,):
             raise ValueError(f"a state of the shape {list(state.shape)} for a model of {self.size} numbers")
         return state.split_with_sizes(self._sizes)

@@ -143,7 +143,7 @@ def secure_normal(shape: torch.Size | Sequence[int], dtype: torch.dtype = torch.
 
 
 def epsilon(rate: float, noise: float, steps: int, delta: float) -> float:
-    r"""The :math:`\varepsilon` that so many steps of DP-SGD cost, at this :math:`\delta`.
+    r"""The :math:`\varepsilon` that this number of DP-SGD steps costs, at this :math:`\delta`.
 
     The Rényi divergences of the Gaussian mechanism on a batch that holds each sample with probability ``rate``
     (Mironov, Talwar and Zhang, 2019), added over the steps, at the best of Opacus' orders :math:`\alpha`; and (Canonne,

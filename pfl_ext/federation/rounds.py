@@ -103,7 +103,6 @@ class Synchronous:
     def __init__(
         self, method: Method, settings: Settings, server: Server, engine: Engine, samples: Sequence[int], clock: Clock
     ) -> None:
-        """See the class."""
         self.method, self.settings, self.engine, self.samples, self.clock = method, settings, engine, samples, clock
         self.server = server
         protocols: tuple[str, ...] = PROTOCOLS[:2] if settings.clock != "none" else ()
@@ -192,7 +191,7 @@ class Synchronous:
         return {"protocol": "until-arrival", "clock": [self.clock.aggregation, *self.clock.devices]}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The timelines."""
+        """The timelines, for a checkpoint."""
         tensors = {name: torch.tensor(line.state(), dtype=torch.float64) for name, line in self.timelines.items()}
         return {}, tensors
 
@@ -216,7 +215,6 @@ class Asynchronous:
     def __init__(
         self, method: Method, settings: Settings, server: Server, engine: Engine, samples: Sequence[int], clock: Clock
     ) -> None:
-        """See the class."""
         if settings.protocol == "until-arrival":
             raise ValueError(f"{method.name} is asynchronous; its protocol is compute-and-wait or wait-free")
         self.method, self.settings, self.engine, self.samples, self.clock = method, settings, engine, samples, clock
@@ -277,9 +275,9 @@ class Asynchronous:
         return {"protocol": self.settings.protocol, "clock": [self.clock.aggregation, *self.clock.devices]}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The turns in flight."""
+        """The turns that have begun and not ended, for a checkpoint."""
         return self.flight.state(self.engine.fetch)
 
     def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """The turns in flight."""
+        """Go on with the turns that had begun when the checkpoint was written."""
         self.flight.restore(state, tensors)

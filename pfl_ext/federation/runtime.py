@@ -33,7 +33,6 @@ class threads:
     """A context with that many threads of torch."""
 
     def __init__(self, count: int) -> None:
-        """So many."""
         self._count = count
 
     def __enter__(self) -> None:
@@ -43,7 +42,6 @@ class threads:
             torch.set_num_threads(self._count)
 
     def __exit__(self, *error: object) -> None:
-        """Set it back."""
         if self._before != self._count:
             torch.set_num_threads(self._before)
 
@@ -88,7 +86,6 @@ class ClientRuntime:
     def __init__(
         self, plan: Plan, store: ClientStore, deliver: Deliver = lambda request, kind, vectors: vectors
     ) -> None:
-        """See the class."""
         self.plan, self.store, self.deliver = plan, store, deliver
         self.method, self.task, self.settings = plan.method, plan.task, plan.settings
         self.models_of = plan.working_models()

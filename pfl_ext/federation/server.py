@@ -51,7 +51,6 @@ class Server(dict[str, Tensor]):
         auxiliary: Dataset | None = None,
         held_out: Dataset | None = None,
     ) -> None:
-        """See the class."""
         super().__init__()
         self.task = task
         self.clients = self.members = clients

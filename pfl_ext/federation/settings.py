@@ -18,26 +18,30 @@ __all__ = ["ClockOptions", "Compute", "Evaluation", "Privacy", "Schedule", "Sett
 
 @dataclass(frozen=True)
 class Schedule(Options):
-    """Who takes part when."""
+    """Rounds, seed, and which clients take part in which round."""
 
     rounds: int = option(20, "communication rounds T", identity=False)
     participation: float = option(1.0, "fraction of the clients selected in a round")
     seed: int = option(0, "the one seed: partition, initial weights, client selection, batches")
-    new_clients: int = option(0, "how many clients, the last ones, join late; reported apart")
+    new_clients: int = option(0, "how many clients, the last ones, join late; they are reported apart")
     join_round: int = option(0, "the first round late clients take part in; 0: none, they only personalise at the end")
-    diverged: str = option("stop", "when a client's training gives NaN", choices=("stop", "drop"))
+    diverged: str = option(
+        "stop",
+        "what to do when a client's training gives NaN: end the run, or leave the client out",
+        choices=("stop", "drop"),
+    )
     # The first two give the same models; the run adds the third to its identity (Federation.identity).
     protocol: str = option(
         "wait-free",
-        "when a client trains its personal model: while its upload is on the way, before it is sent, or while it is on "
-        "the way and for as long as that takes by the clock. The first two give the same models",
+        "when a client trains its personal model. compute-and-wait: before its upload is sent; wait-free: while the "
+        "upload is on the way; until-arrival: the same, for as long as the clock says that takes. The first two give "
+        "the same models",
         choices=get_args(Protocol),
         identity=False,
     )
-    personal_cap: int = option(0, "most personal steps of a turn; 0: no limit")
+    personal_cap: int = option(0, "the most steps of personal training in a turn; 0: no limit")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("participation", 0 < self.participation <= 1, "above 0, up to 1")
         for name in ("rounds", "new_clients", "join_round", "personal_cap"):
@@ -60,7 +64,7 @@ class Training(Options):
 
 @dataclass(frozen=True)
 class Evaluation(Options):
-    """What is evaluated."""
+    """Which models are evaluated, on what, and how often."""
 
     evaluate_every: int = option(1, "rounds between evaluations; the last round is always evaluated", identity=False)
     evaluate: str = option(
@@ -72,8 +76,8 @@ class Evaluation(Options):
     )
     evaluate_clients_every: int = option(
         1,
-        "rounds between evaluations of the clients' models, the last round always; in others that are evaluated the "
-        "global model is tested alone",
+        "rounds between evaluations of the clients' models, which the last round always has; the other evaluations "
+        "test the global model alone",
         identity=False,
     )
     evaluate_train: bool = option(False, "evaluate on the clients' training data too", identity=False)
@@ -81,7 +85,9 @@ class Evaluation(Options):
         False, "evaluate selected clients before and after their local training", identity=False
     )
     personal_global_test: bool = option(
-        False, "evaluate personal models on the global test set too (clients x its size)", identity=False
+        False,
+        "evaluate personal models on the global test set too (this takes its size times the clients)",
+        identity=False,
     )
     prediction_distance: bool = option(
         False,
@@ -90,7 +96,6 @@ class Evaluation(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("evaluate_every", self.evaluate_every >= 1, "of 1 or more")
         self.check("evaluate_clients_every", self.evaluate_clients_every >= 1, "of 1 or more")
@@ -98,7 +103,7 @@ class Evaluation(Options):
 
 @dataclass(frozen=True)
 class Compute(Options):
-    """What it is computed with."""
+    """Device, threads and memory that a run computes with, and how often it is saved."""
 
     threads: int = option(1, "threads of each process; unlike workers this may change the last bits")
     fused_steps: bool = option(
@@ -120,13 +125,17 @@ class Compute(Options):
         choices=("device", "host"),
         identity=False,
     )
-    store: str = option("memory", "where clients' vectors are kept", choices=("memory", "mapped"), identity=False)
+    store: str = option(
+        "memory",
+        "where clients' vectors are kept: in memory, or in files that are mapped into it",
+        choices=("memory", "mapped"),
+        identity=False,
+    )
     checkpoint_every: int = option(
-        10, "rounds between checkpoints; one is also written after a minute without", identity=False
+        10, "rounds between checkpoints; one is also written when a minute has passed without one", identity=False
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         # OpenMP ends the process where it cannot have the memory for so many.
         self.check("threads", 1 <= self.threads <= 1024, "from 1 to 1024")
@@ -138,7 +147,10 @@ class Compute(Options):
 
 @dataclass(frozen=True)
 class ClockOptions(Options):
-    """Virtual time: clients' devices and links (the run's identity has them where they decide what models become)."""
+    """Virtual time: how fast clients' devices and links are.
+
+    These are part of the run's identity only where they decide what models become.
+    """
 
     clock: str = option(
         "none",
@@ -150,8 +162,8 @@ class ClockOptions(Options):
     clock_compute: float = option(
         0.001, "seconds a client trains on a sample (the median, where log-normal)", identity=False
     )
-    clock_up: float = option(1.25e6, "bytes a second from a client to the server (the median)", identity=False)
-    clock_down: float = option(6.25e6, "bytes a second from the server to a client (the median)", identity=False)
+    clock_up: float = option(1.25e6, "bytes per second from a client to the server (the median)", identity=False)
+    clock_down: float = option(6.25e6, "bytes per second from the server to a client (the median)", identity=False)
     clock_latency: float = option(
         0.05, "seconds before a message arrives, beside its bytes (the median)", identity=False
     )
@@ -164,7 +176,6 @@ class ClockOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         for name in ("clock_compute", "clock_up", "clock_down"):
             self.check(name, getattr(self, name) > 0, "above 0")
@@ -187,11 +198,10 @@ class Privacy(Options):
     dp_secure: bool = option(
         False,
         "draw noise and batches from the operating system's secure generator, not from the seed: nobody can draw them "
-        "again, so that no run is repeated and a resumed one is not that of one piece to the bit",
+        "again, so no run can be repeated, and a resumed run differs from one without a break",
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
         super().__post_init__()
         self.check("dp_noise", self.dp_noise >= 0, "of 0 or more")
         self.check("dp_clip", self.dp_clip > 0 or (self.dp_clip == 0 and self.dp_noise == 0), "above 0 with dp_noise")

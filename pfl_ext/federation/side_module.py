@@ -29,7 +29,6 @@ class SideModule:
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
-        """See the class."""
         self._build = build
 
     @cached_property

@@ -23,12 +23,11 @@ class ClientReports:
     """What each client's method has reported of it, the newest of each number."""
 
     def __init__(self, clients: int) -> None:
-        """Nothing yet."""
         self.clients = clients
         self._of: list[dict[str, float]] = [{} for _ in range(clients)]
 
     def __getitem__(self, client: int) -> dict[str, float]:
-        """All of one client's."""
+        """All numbers that one client has reported, by name."""
         return self._of[client]
 
     def update(self, client: int, report: Mapping[str, float]) -> None:
@@ -73,7 +72,6 @@ class RunState:
     """
 
     def __init__(self, server: Server, engine: Engine, rounds: Rounds, clients: int) -> None:
-        """Before the first round."""
         self.server, self.engine, self.rounds = server, engine, rounds
         self.round = self.personalized = self.recorded = 0
         self.received_last = {"down_parameters": 0, "down_bytes": 0}

@@ -95,7 +95,6 @@ class Steps:
         add: Sequence[Tensor] | None = None,
         expected: int | None = None,
     ) -> None:
-        """See the class."""
         self.client, self.method = client, method
         self.params: list[Tensor] = list(client.model.trained if params is None else params)
         self._add = None if add is None else list(add)
@@ -165,7 +164,7 @@ class Steps:
         self._count(factor)
 
     def _count(self, factor: float) -> None:
-        """A step was taken."""
+        """Note that a step was taken, with the factor of its step size."""
         self.taken += 1
         if self._scheduled:
             self._factors.append(factor)
@@ -263,7 +262,7 @@ class Steps:
 
         Args:
             loss: L; by default that of the task.
-            epochs, steps: passes over the data, or so many steps, in place of the method's ``local_epochs`` or
+            epochs, steps: passes over the data, or the number of steps, in place of the method's ``local_epochs`` or
                 ``local_steps``.
             batches: the stream that orders the batches.
 

@@ -1,4 +1,4 @@
-"""What the clients keep between rounds: named vectors, a row a client."""
+"""What the clients keep between rounds: named vectors, one row per client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class ClientStore:
     def __init__(
         self, clients: int | Mapping[int, int], initial: Mapping[str, Tensor], folder: Path | None = None
     ) -> None:
-        """See the class."""
         for name, vector in initial.items():
             if vector.dim() != 1:
                 raise ValueError(f"{name} has the shape {list(vector.shape)}; what a client keeps is made of vectors")
@@ -82,7 +81,7 @@ class ClientStore:
         return {name: value for name, value in vars(self).items() if name not in ("_rows", "_written")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Open the files again."""
+        """Open the files of the folder again, in this process."""
         self.__dict__.update(state, _rows={}, _written={})
         self._open()
 

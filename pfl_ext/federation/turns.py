@@ -19,7 +19,6 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        """Nothing was asked for yet."""
         self.stage: Stage | None = None
         self.asked = self.done = 0
         self._round = -1
@@ -35,5 +34,5 @@ class Turns:
         self.asked += len(requests)
 
     def end(self, count: int = 1) -> None:
-        """Note that so many of them are over. Called by one thread at a time."""
+        """Note that ``count`` more turns are over. Called by one thread at a time."""
         self.done += count

@@ -23,7 +23,7 @@ Arrived: TypeAlias = Callable[[], Mapping[str, Vector]]
 
 
 class Uplink(Protocol):
-    """Sends uploads off."""
+    """Sends a client's upload while the client goes on training."""
 
     def begin(self, deliver: Deliver, request: Request, sent: Mapping[str, Tensor], wait: bool = False) -> Arrived:
         """Send vectors, which stay as they are until they have arrived; ``wait``: nothing is done meanwhile."""
@@ -33,11 +33,10 @@ class InThread:
     """Delivers in a thread beside the training, which begins with the first upload that is not waited for."""
 
     def __init__(self) -> None:
-        """See the class."""
         self._thread = ThreadPoolExecutor(1, "upload")
 
     def begin(self, deliver: Deliver, request: Request, sent: Mapping[str, Tensor], wait: bool = False) -> Arrived:
-        """As :class:`Uplink` says."""
+        """Send the vectors from a thread of its own; see :class:`Uplink`."""
         if wait:
             return lambda: deliver(request, "sent", sent)
         return self._thread.submit(deliver, request, "sent", sent).result
@@ -47,11 +46,10 @@ class ToHost:
     """Copies vectors of a GPU to pinned memory of the host, on a stream of its own, and delivers them there."""
 
     def __init__(self, device: torch.device) -> None:
-        """See the class."""
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def begin(self, deliver: Deliver, request: Request, sent: Mapping[str, Tensor], wait: bool = False) -> Arrived:
-        """As :class:`Uplink` says."""
+        """Copy the vectors from the GPU first, beside its computing; see :class:`Uplink`."""
         # The kernels that write the vectors may still be on their way: the copies begin after them.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -118,7 +118,7 @@ class Uploads:
         access: VectorAccess | None = None,
         weighting: str = "paper",
     ) -> None:
-        """Made by the round."""
+        """Not called by users: a round makes the uploads that it aggregates."""
         self._weighting = weighting
         self.clients, self.samples, self._vectors = clients, samples, vectors
         self.staleness = [0] * len(clients) if staleness is None else staleness

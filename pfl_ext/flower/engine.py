@@ -71,7 +71,6 @@ class GridEngine(Here):
     """
 
     def __init__(self, grid: Grid, run: str, *, timeout: float = 3600.0, wait: float = 600.0) -> None:
-        """See the class."""
         self._grid, self._run, self.timeout, self._wait = grid, run, timeout, wait
         self._nodes: dict[int, Introduction] = {}
         self._met: set[int] = set()
@@ -301,7 +300,7 @@ class GridEngine(Here):
         return kept
 
     def _rows(self, kept: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """As :meth:`ClientStore.tensors` has it."""
+        """The kept vectors in the form of :meth:`ClientStore.tensors`."""
         found = {}
         for name, initial in self._kept.items():
             clients = [k for k in sorted(kept) if name in kept[k]]

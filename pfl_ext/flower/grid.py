@@ -52,7 +52,6 @@ class ArrivingGrid(Grid):
     """Another grid whose :meth:`send_and_receive` does not wait for the last reply to hand on the first."""
 
     def __init__(self, grid: Grid) -> None:
-        """Of this one."""
         self._grid = grid
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -60,26 +59,26 @@ class ArrivingGrid(Grid):
         return arriving(self, {name for name in self.push_messages(messages) if name}, timeout, singly=True)
 
     def set_run(self, run: Any) -> None:
-        """As the grid's own."""
+        """Tell the wrapped grid which run this is."""
         self._grid.set_run(run)
 
     @property
     def run(self) -> Any:
-        """The grid's."""
+        """The run of the wrapped grid."""
         return self._grid.run
 
     def create_message(self, *args: Any, **more: Any) -> Message:
-        """As the grid's own."""
+        """Make a message, as the wrapped grid does."""
         return self._grid.create_message(*args, **more)
 
     def get_node_ids(self) -> Iterable[int]:
-        """The grid's."""
+        """The nodes of the wrapped grid."""
         return self._grid.get_node_ids()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """As the grid's own."""
+        """Send messages, as the wrapped grid does."""
         return self._grid.push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """As the grid's own."""
+        """Fetch replies, as the wrapped grid does."""
         return self._grid.pull_messages(message_ids)

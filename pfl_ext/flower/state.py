@@ -44,7 +44,6 @@ class ContextStore(ClientStore):
     """
 
     def __init__(self, context: Context, run: str, initial: Mapping[str, Tensor], networks: Mapping[int, int]) -> None:
-        """See the class."""
         super().__init__(networks, initial)
         self._context, self._key = context, f"pfl_ext/{run}"
         self._kept = load_kept(context, self._key) or {}
@@ -55,7 +54,7 @@ class ContextStore(ClientStore):
         return self._kept.get(label, self.initial[label]).clone()
 
     def write(self, client: int, name: str, vector: Tensor) -> None:
-        """Keep ``vector``."""
+        """Keep ``vector`` in the node's state under the client's name for it."""
         label = self.label(client, name)
         initial = self.initial[label]
         if vector.shape != initial.shape:
@@ -87,7 +86,6 @@ class NodeFiles:
     """
 
     def __init__(self, folder: Path, run: str, client: int) -> None:
-        """In this folder of the node."""
         self._folder, self._name = folder, f"client-{client}-{run}"
         self._about = {"run": run, "client": str(client)}
 

@@ -36,7 +36,7 @@ def write_arrays(model: nn.Module | Mapping[str, Tensor]) -> ArrayRecord:
 
 
 class _Client(NamedTuple):
-    """What a client sent."""
+    """A client's reply: its model, weight and metrics."""
 
     node: int
     model: dict[str, Tensor]
@@ -64,7 +64,6 @@ class FusedFedAvg(FedAvg):
     """
 
     def __init__(self, *, lr: float = 1.0, nonfinite: str = "skip", streaming: bool = False, **fedavg: Any) -> None:
-        """See the class."""
         super().__init__(**fedavg)
         if not math.isfinite(lr):
             raise ValueError(f"lr is {lr}; a finite number is accepted")
@@ -78,7 +77,7 @@ class FusedFedAvg(FedAvg):
         self._asked: set[int] = set()
 
     def summary(self) -> None:
-        """Log what it does."""
+        """Log the options of the average, then Flower's own summary."""
         log(INFO, "\t├──> Fused average: lr %g, nonfinite %s, streaming %s", self.lr, self.nonfinite, self.streaming)
         super().summary()
 

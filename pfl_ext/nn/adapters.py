@@ -38,7 +38,7 @@ class ResidualAdapter(nn.Module):
         nn.init.normal_(self.conv.weight, std=1e-4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The adapted feature maps."""
+        """Add the adapter's output to the feature maps."""
         return x + self.conv(self.dropout(self.norm(x)))
 
 
@@ -61,7 +61,7 @@ class TokenAdapter(nn.Module):
         nn.init.zeros_(self.up.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The adapted tokens."""
+        """Add the adapter's output to the tokens."""
         return x + self.up(self.activation(self.down(self.dropout(self.norm(x)))))
 
 
@@ -110,7 +110,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return made.eval()
 
     def train(self, mode: bool = True) -> FrozenBatchNorm2d:
-        """Stay in evaluation mode."""
+        """Stay in evaluation mode, whatever ``mode`` says."""
         return super().train(False)
 
 

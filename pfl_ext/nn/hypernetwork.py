@@ -26,7 +26,6 @@ class HyperNetwork(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, width: int = 100, hidden: int = 3) -> None:
-        """See the class."""
         super().__init__()
         deeper = chain.from_iterable((nn.ReLU(), nn.Linear(width, width)) for _ in range(hidden))
         self.features = nn.Sequential(nn.Linear(inputs, width), *deeper)

@@ -104,7 +104,6 @@ class ScaledInput:
         return self.channels or shape[0], self.size or shape[1], self.size or shape[2]
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The scaled images."""
         (x,) = inputs
         if self.size and x.shape[-1] != self.size:
             x = F.interpolate(x, (self.size, self.size), mode="bilinear", align_corners=False)
@@ -137,7 +136,9 @@ def build(
     input_size: Annotated[
         int, "scale images to this height and width on their way into the network; 0: as they are"
     ] = 0,
-    input_channels: Annotated[int, "give grey images so many equal channels (3 for pretrained weights); 0: as are"] = 0,
+    input_channels: Annotated[
+        int, "how many equal channels grey images are given (3 for pretrained weights); 0: leave as is"
+    ] = 0,
     pretrained: Annotated[
         str | None,
         "weights to begin with: a safetensors or torch file, the folder of a run (its global model), or "

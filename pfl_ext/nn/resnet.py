@@ -53,7 +53,7 @@ class BasicBlock(nn.Module):
         self.downsample = downsample
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Add the shortcut to what the convolutions make of ``x``."""
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -85,7 +85,7 @@ class Bottleneck(nn.Module):
         self.downsample = downsample
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Add the shortcut to what the convolutions make of ``x``."""
         shortcut = x if self.downsample is None else self.downsample(x)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
@@ -113,7 +113,6 @@ class ResNet(nn.Module):
         stem: str = "imagenet",
         norm: str = "batch",
     ) -> None:
-        """See the class."""
         super().__init__()
         normalisation = _normalisation(norm)
         if stem == "imagenet":
@@ -164,7 +163,7 @@ class WideBlock(nn.Module):
         self.downsample = nn.Conv2d(inputs, planes, 1, stride, bias=False) if differs else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Add the shortcut to what the convolutions make of ``x``."""
         out = self.relu(self.bn1(x))
         shortcut = x if self.downsample is None else self.downsample(out)
         out = self.conv2(self.relu(self.bn2(self.conv1(out))))
@@ -178,7 +177,6 @@ class WideResNet(nn.Module):
     """
 
     def __init__(self, channels: int, classes: int, depth: int = 28, width: int = 10, norm: str = "batch") -> None:
-        """See the class."""
         super().__init__()
         if depth < 10 or (depth - 4) % 6 or width < 1:
             raise ValueError(f"a wide ResNet of depth {depth} and width {width}; 10, 16, 22, 28, ... and 1 or more are")

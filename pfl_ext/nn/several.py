@@ -26,7 +26,6 @@ class Networks(nn.Module):
     """
 
     def __init__(self, networks: Sequence[nn.Module], clients: Sequence[int] = ()) -> None:
-        """See the class."""
         super().__init__()
         if not networks or len({id(network) for network in networks}) < len(networks):
             raise ValueError(f"{len(networks)} networks, some of them the same object; accepted are different ones")
@@ -41,7 +40,7 @@ class Networks(nn.Module):
         return module if isinstance(module, Networks) else cls([module])
 
     def check(self, clients: int) -> None:
-        """Raise a ValueError unless every one of so many clients has a network, and every network a client."""
+        """Raise a ValueError unless each of ``clients`` clients has a network, and each network a client."""
         if self.clients and len(self.clients) != clients:
             raise ValueError(f"{len(self.clients)} clients are given a network; the partition has {clients}")
         unused = set(range(len(self.each))) - {self.network(k) for k in range(clients)}

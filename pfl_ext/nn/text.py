@@ -43,7 +43,6 @@ class CharTransformer(nn.Module):
     def __init__(
         self, length: int, tokens: int, width: int = 64, depth: int = 2, heads: int = 4, last: bool = False
     ) -> None:
-        """See the class."""
         super().__init__()
         if heads < 1 or width % heads:
             raise ValueError(f"heads is {heads}; accepted is a number that divides the width, {width}")

@@ -20,7 +20,6 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(self, width: int, heads: int) -> None:
-        """``width`` features, cut among ``heads``."""
         super().__init__()
         self.heads = heads
         self.in_proj_weight = nn.Parameter(torch.empty(3 * width, width))
@@ -42,7 +41,6 @@ class EncoderBlock(nn.Module):
     """Attention and a two-layer perceptron, each after a layer normalisation and beside a shortcut."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
-        """``hidden`` features inside the perceptron."""
         super().__init__()
         self.ln_1 = nn.LayerNorm(width, eps=1e-6)
         self.self_attention = SelfAttention(width, heads)
@@ -59,7 +57,7 @@ class EncoderBlock(nn.Module):
             nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Attention, then the perceptron, each added to its input."""
         x = x + self.dropout(self.self_attention(self.ln_1(x)))
         return x + self.mlp(self.ln_2(x))
 
@@ -68,7 +66,6 @@ class Encoder(nn.Module):
     """The position embedding, the blocks, a last layer normalisation."""
 
     def __init__(self, tokens: int, depth: int, width: int, heads: int, hidden: int) -> None:
-        """For sequences of ``tokens``."""
         super().__init__()
         self.pos_embedding = nn.Parameter(torch.empty(1, tokens, width).normal_(std=0.02))
         blocks = [(f"encoder_layer_{i}", EncoderBlock(width, heads, hidden)) for i in range(depth)]
@@ -76,7 +73,7 @@ class Encoder(nn.Module):
         self.ln = nn.LayerNorm(width, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encoded tokens."""
+        """Add the position embeddings, and encode the tokens."""
         return self.ln(self.layers(x + self.pos_embedding))
 
 
@@ -93,7 +90,6 @@ class VisionTransformer(nn.Module):
     def __init__(
         self, shape: Sequence[int], classes: int, patch: int = 16, width: int = 384, depth: int = 12, heads: int = 6
     ) -> None:
-        """See the class."""
         super().__init__()
         if len(shape) != 3:
             raise ValueError(f"vit takes images [channels, height, width]; the inputs are {list(shape)}")

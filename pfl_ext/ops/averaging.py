@@ -328,12 +328,12 @@ def _weigh(weights: Sequence[float] | Tensor | None, count: int, normalize: bool
         values = [1.0] * count
     elif isinstance(weights, Tensor):
         if weights.dim() != 1:
-            raise ValueError(f"weights of shape {list(weights.shape)}; a vector with one weight a client is accepted")
+            raise ValueError(f"weights of shape {list(weights.shape)}; a vector with one weight per client is accepted")
         values = weights.tolist()
     else:
         values = list(map(float, weights))
     if len(values) != count:
-        raise ValueError(f"{len(values)} weights for {count} clients; one weight a client is expected")
+        raise ValueError(f"{len(values)} weights for {count} clients; one weight per client is expected")
     total = sum(values)
     if not (0 < total < math.inf and min(values) >= 0):  # of NaN neither is true
         for c, value in enumerate(values):
@@ -414,7 +414,7 @@ def _average_of_lists(
 ) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
     """The average of lists of floating tensors, or of rows; None where anything asks for a closer look.
 
-    The closer look takes 1 us a client and 0.2 us a tensor, a third of the time of averaging twenty LeNets.
+    The closer look takes 1 us per client and 0.2 us per tensor, a third of the time of averaging twenty LeNets.
     """
     if isinstance(clients, Tensor):
         if clients.dim() != 2 or clients.shape[0] == 0:
@@ -606,10 +606,10 @@ def weighted_average(
     r"""The weighted average :math:`\sum_c w_c x_c` of client models, as FedAvg's server takes it.
 
     Args:
-        clients: one model a client, all in the same form: modules (parameters and buffers), state dicts, lists of
+        clients: one model per client, all in the same form: modules (parameters and buffers), state dicts, lists of
             tensors; or one matrix with a row for each client. Tensors may differ in type within a model, be empty,
             non-contiguous or views.
-        weights: one number a client, such as its number of samples; by default all equal.
+        weights: one number for each client, such as its number of samples; by default all equal.
         normalize: divide the weights by their sum. Otherwise they are used as they are, and may be negative.
         out: a model whose tensors are overwritten with the result (and that is returned). It may be one of the
             clients. Tied weights are written once.
@@ -685,7 +685,7 @@ class StreamingAverage:
     def __init__(
         self, *, normalize: bool = True, integers: Integers = "round", nonfinite: Nonfinite = "propagate"
     ) -> None:
-        """Options as in :func:`weighted_average`."""
+        """The options are those of :func:`weighted_average`."""
         one_of("integers", integers, ("round", "server", "first"))
         one_of("nonfinite", nonfinite, ("propagate", "raise", "skip"))
         self.normalize = normalize
@@ -923,7 +923,7 @@ def _flat_zeros(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _cast(means: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
-    """Means in the clients' types. In lists: on a GPU an op a tensor is a launch a tensor."""
+    """Means in the clients' types. In lists: on a GPU, one op per tensor means one launch per tensor."""
     found = list(means)
     narrow = [i for i, dtype in enumerate(dtypes) if dtype != means[i].dtype and dtype.is_floating_point]
     if narrow:

@@ -353,7 +353,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """Loss now, gradient kept."""
+        """Compute the loss and the gradient at once, and keep the gradient."""
         with _below_autograd():
             loss, gradient, normalizer = _distillation.overload(student, *arguments, True)
         # Attributes, not saved tensors: they are neither inputs nor outputs, and the last reference can be given away.
@@ -362,7 +362,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None]:
-        """Scale what was kept."""
+        """Scale the kept gradient, which is used once."""
         gradient = ctx.gradient
         if gradient is None:
             raise RuntimeError(
@@ -439,7 +439,7 @@ def _weigh_teachers(teachers: Teachers, weights: Sequence[float] | Tensor | None
 
 
 def _weigh_samples(student: Tensor, sample_weights: Tensor | None, ignore: Tensor | None) -> Tensor | None:
-    """One weight a row in the accumulate type; 0 leaves a row out."""
+    """One weight for each row in the accumulate type; 0 leaves a row out."""
     accumulate = accumulate_type(student.dtype)
     if ignore is not None:
         _as_tensor("ignore", ignore)

@@ -42,7 +42,6 @@ class Prepared(Sequence[Tensor]):
     __slots__ = ("__weakref__", "_handed", "again", "tensors")
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        """See :func:`prepare`."""
         self.tensors = tensors
         self.again: tuple[Any, ...] | None = None
         """The arguments of the last step of this list, and at the end the tensor that stands for all of them."""
@@ -72,15 +71,13 @@ class Prepared(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
 
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        """The tensors at these places."""
+        """The tensor at this index, or those of a slice."""
         return self.tensors[index]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The tensors in order."""
         return iter(self.tensors)
 
     def __len__(self) -> int:
-        """How many there are."""
         return len(self.tensors)
 
 
@@ -142,7 +139,6 @@ class Repeated:
     """The lists that a loop makes anew in every pass: prepared as soon as one has the same tensors twice in a row."""
 
     def __init__(self) -> None:
-        """Nothing has been seen yet."""
         self._last: dict[str, tuple[Sequence[Tensor], Prepared | None]] = {}
 
     def __call__(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

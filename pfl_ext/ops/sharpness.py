@@ -391,7 +391,7 @@ def lwsam_perturb_(
         params: tensors to move; float32, float64, float16 or bfloat16, also mixed, on one device.
         grads: their gradients, of the same shapes and types. In a loop, give both as :func:`~pfl_ext.ops.prepare` makes
             them.
-        scores: one number a layer, on any device, best float64 on the params'. By default 1 for all, which is SAM;
+        scores: one number per layer, on any device, best float64 on the params'. By default 1 for all, which is SAM;
             equal scores are SAM of another radius. Used as they are: negative ones descend.
         rho: the radius, not negative.
         p: the norm of the ball, 1 to infinity.

@@ -326,7 +326,7 @@ class _Divergence(torch.autograd.Function):
 def _scale_gradient_reference(grad: Tensor, scale: Tensor) -> Tensor:
     if grad.dim() != 2 or scale.shape != grad.shape[:1]:
         raise ValueError(
-            f"scale is {describe(scale)} for the gradient {describe(grad)}; one number a row of a matrix is accepted"
+            f"scale is {describe(scale)} for the gradient {describe(grad)}; one number per row of a matrix is accepted"
         )
     return (grad * scale[:, None]).to(grad.dtype).contiguous()
 
@@ -473,7 +473,6 @@ class SpectralTeacher:
         return self._parts[0][0].shape[0]
 
     def __repr__(self) -> str:
-        """Sizes and options."""
         return (
             f"SpectralTeacher(sizes={self._sizes}, clients={self.clients}, tau={self.tau}, scope={self.scope!r}, "
             f"length={self.length!r})"

@@ -42,7 +42,6 @@ class ProximalSGD(Optimizer):
         maximize: bool = False,
         anchors: Iterable[Tensor] | None = None,
     ) -> None:
-        """See the class."""
         defaults = {
             "lr": lr,
             "lam": lam,

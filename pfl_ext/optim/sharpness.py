@@ -65,7 +65,6 @@ class SAM(Optimizer):
         literal_exponent: bool = False,
         **base_options: Any,
     ) -> None:
-        """See the class."""
         if isinstance(base_optimizer, Optimizer) or not callable(base_optimizer):
             raise TypeError(f"base_optimizer is {base_optimizer!r}; a class such as torch.optim.SGD is accepted")
         if norm not in ("global", "layer"):
@@ -215,7 +214,6 @@ class LWSAM(SAM):
         groups: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        """See the class."""
         super().__init__(params, base_optimizer, **options)
         count = sum(len(group["params"]) for group in self.param_groups)
         if groups is None:
@@ -250,7 +248,7 @@ class LWSAM(SAM):
         vector = torch.as_tensor(scores, dtype=torch.float64).detach()
         if vector.shape != (self.layers,):
             raise ValueError(
-                f"scores of shape {list(vector.shape)} for {self.layers} layers; one number a layer is expected"
+                f"scores of shape {list(vector.shape)} for {self.layers} layers; one number per layer is expected"
             )
         self._scores = vector.to(self.param_groups[0]["params"][0].device)
 

@@ -15,7 +15,7 @@ __all__ = ["beside"]
 
 
 def beside(cells: Sequence[tuple[str, str, Any, str]], path: str | os.PathLike[str], title: str = "") -> None:
-    """Draw a panel a column, a line a row: ours filled, with bars of their spread, the printed number open.
+    """Draw one panel per column, one line per row: ours filled, with bars of their spread, the printed number open.
 
     Args:
         cells: the name of the row and of the column, our number, a `Spread` or None, and the printed text.

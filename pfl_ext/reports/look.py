@@ -11,20 +11,22 @@ from .tables import Style
 
 __all__ = ["COLUMNS", "METRIC", "STATISTIC", "Look"]
 
-METRIC = Option("metric", str | None, None, "what tables and pictures show, such as auc or loss (default: the task's)")
+METRIC = Option(
+    "metric", str | None, None, "the metric that tables and pictures show, such as auc or loss (default: the task's)"
+)
 STATISTIC = Option(
     "statistic",
     str,
     "mean",
-    "of the clients' results in the table: their mean, or weighted by their test sets' sizes",
+    "how the table averages the clients' results: all alike, or weighted by the sizes of their test sets",
     ("mean", "weighted_mean"),
 )
 COLUMNS = Option(
     "columns",
     tuple[str, ...] | None,
     None,
-    "of the table, such as method,personal: local test (default: those that answer which method is best; the files "
-    "have all)",
+    "columns of the printed table, such as 'method,personal: local test' (default: those that answer which method "
+    "is best; the files have all columns)",
 )
 # Every other column is of a model, as in "personal: local test".
 _COLUMNS = (
@@ -67,7 +69,7 @@ class Look:
 
     @property
     def digits(self) -> int:
-        """Decimals of the metric."""
+        """How many decimals of the metric are shown."""
         return digits_of(self.metric or "accuracy")
 
     def of(self, metric: str) -> Look:

@@ -304,7 +304,7 @@ def option_curves(
     metric: str = "accuracy",
     new_clients: bool = False,
 ) -> None:
-    """Draw the last local-test metric over the values of an option: a colour a method, a line style a model.
+    """Draw the last local-test metric over the values of an option: one colour per method, one line style per model.
 
     Bars are one standard deviation over the seeds. A method that was run at one value only is a line across.
 
@@ -360,7 +360,7 @@ def option_curves(
 
 
 def client_density(runs: Runs, path: str | os.PathLike[str], metric: str = "personal/test/accuracy") -> None:
-    """Draw how many clients of each method have which result in the last evaluation: a row a method, one scale.
+    """Draw how many clients of each method have which result in the last evaluation: one row per method, one scale.
 
     Bars count clients; the curve is a Gaussian kernel estimate of the same clients by Silverman's rule. The filled mark
     is the mean, the two open ones ``lowest5`` and ``top5`` of `summarize`. Figures 1 and 6 of PLGU. Clients of several

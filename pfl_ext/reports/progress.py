@@ -125,13 +125,11 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the display."""
         self.close()
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
@@ -248,7 +246,7 @@ class Progress:
                 self._safely(lambda _: screen.show(self._lines(run)))
 
     def _lines(self, run: _Run) -> _Lines:
-        """What a screen shows."""
+        """What a terminal shows of a run: its bars and the text beside them."""
         now, turns = self._clock(), run.turns
         bars = []
         if len(self._labels) > 1:
@@ -356,7 +354,7 @@ class _Terminal:
         self._live.update("" if lines is None else _picture(lines, min(_WIDTH, self._console.width)), refresh=True)
 
     def print(self, text: str) -> None:
-        """A line above them."""
+        """Print a line above the progress bars."""
         self._console.print(_plain(text))
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ r"""The folder of a run's results, written so that no moment of a kill, a full d
 config.toml             the run's options, as ``--config`` takes them
 versions.json           what it ran with
 metrics.jsonl           one round record a line, appended round by round: the source of everything below
-metrics.csv             the same as a wide table, made from it: a line a round, a column a number
-metrics-long.csv        the same as a long ("tidy") table: a line a number (:func:`tidy`)
+metrics.csv             the same as a wide table, made from it: one line per round, one column per number
+metrics-long.csv        the same as a long ("tidy") table: one line per number (:func:`tidy`)
 clients.csv             the per-client results of the last evaluation
 clients/round-*.csv     the same of every evaluation
 classes.csv             how many training samples of each class each client holds
@@ -174,7 +174,7 @@ class ResultsFolder:
     def write_csv(self) -> None:
         """Make metrics.csv and metrics-long.csv from metrics.jsonl.
 
-        The first has a line a round and columns such as ``personal/test/accuracy/mean``, the second a line a number
+        The first has one line per round and columns such as ``personal/test/accuracy/mean``, the second one per number
         (`tidy`).
         """
         records = self.records()
@@ -210,7 +210,7 @@ class ResultsFolder:
     # ---- clients and other files -------------------------------------------------------------------------------------
 
     def write_clients(self, rows: Sequence[Mapping[str, Any]], round: int | None = None) -> None:
-        """Replace clients.csv, or the file of that round: a row a client, the columns as the rows name them first."""
+        """Replace clients.csv, or the file of that round: one row per client, columns in order of appearance."""
         if round is None:
             self._write_table("clients.csv", rows)
         else:

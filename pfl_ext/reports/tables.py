@@ -305,8 +305,8 @@ def comparison(runs: Runs, metric: str = "accuracy", statistic: str = "mean") ->
     clients``) and of those for what they send, which is all that others see.
 
     Args:
-        runs: A run a method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the *sample*
-            standard deviation over the seeds.
+        runs: One run per method, or several that differ in the seed. Then a cell is a `Spread`: the mean and the
+            *sample* standard deviation over the seeds.
         metric: Any of the records; shares such as the accuracy are shown in per cent.
         statistic: ``"mean"`` or ``"weighted_mean"``, by the sizes of the test sets (``weighted local test``).
 
@@ -363,7 +363,7 @@ def per_user(runs: Runs, metric: str = "personal/test/accuracy") -> list[Row]:
     2 and 3 is that of the numbers above it. Users that joined late come after them and are in none of the three.
 
     Args:
-        runs: A run a method, or several that differ in the seed.
+        runs: One run per method, or several that differ in the seed.
         metric: A column of the per-client results. Shares such as the accuracy are shown in per cent. A method without
             personal models is shown by its global one, as FedAvg is in these tables.
     """

@@ -35,7 +35,6 @@ class Timed:
     """
 
     def __init__(self, folder: Path, changes: Mapping[str, Any]) -> None:
-        """See the class."""
         self.folder = folder
         self.records = [r for r in ResultsFolder.open(folder).records() if r.get("stage") != "personalized"]
         self._config = config = read_config(folder)

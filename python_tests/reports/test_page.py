@@ -266,7 +266,7 @@ def test_the_command_writes_the_page_beside_the_results(comparison, capsys):
         (["nowhere"], "there is no folder nowhere"),
         (["empty"], "empty holds no results: there is no metrics.jsonl"),
         (["empty", "--watch", "--output", "a.html"], "--watch serves the page and writes no file"),
-        (["empty", "--port", "1"], "--port is of --watch"),
+        (["empty", "--port", "1"], "--port works with --watch alone"),
         (["empty", "--watch", "--port", "70000"], "accepted is 0 to 65535"),
         (["empty", "--output", "empty"], "is a folder; name a file"),
     ],

@@ -62,11 +62,11 @@ class Run(ResultsFolder):
     missing: Sequence[str]
 
     def records(self) -> list[dict[str, Any]]:
-        """See :meth:`ResultsFolder.records`."""
+        """The records of all rounds; see :meth:`ResultsFolder.records`."""
         return [dict(record) for record in self.history]
 
     def clients(self) -> list[dict[str, Any]]:
-        """See :meth:`ResultsFolder.clients`."""
+        """The results of all clients; see :meth:`ResultsFolder.clients`."""
         return [dict(row) for row in self.rows]
 
     @property

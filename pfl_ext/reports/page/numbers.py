@@ -143,7 +143,7 @@ def _over_seeds(rounds: Mapping[int, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The table of clients, a list a column."""
+    """The table of clients, one list per column."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {
         name: [value if isinstance(value := row.get(name), str) and name != "client" else _cell(value) for row in rows]

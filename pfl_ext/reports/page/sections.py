@@ -51,7 +51,7 @@ def _table(
 
     Args:
         caption: what it shows.
-        rows: a mapping a row; all columns of the first are shown.
+        rows: one mapping per row; all columns of the first are shown.
         digits: decimals, for each column or for all.
         best: columns whose best cell is bold, and the sign that makes high good.
         hidden: the caption is for screen readers alone.
