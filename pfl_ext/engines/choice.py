@@ -23,7 +23,7 @@ class EngineOptions(Options):
     engine: str = option(
         "auto",
         "where clients train: in this process, in worker processes, or on the ranks of torchrun; auto: on ranks where "
-        "torchrun started the process, else as --workers says",
+        "torchrun started the process, else as workers says",
         choices=("auto", "process", "workers", "torchrun"),
         identity=False,
     )
