@@ -45,7 +45,7 @@ def flags() -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """The landscapes of a command line."""
+    """Read from the command line which landscapes to draw."""
     parser = Parser(
         "landscape",
         " FOLDER ...",

@@ -26,7 +26,7 @@ class Request:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """Names of methods, all without any."""
+    """Read the names of methods from the command line; none: all."""
     parser = Parser(
         "methods",
         description="Print what methods are: paper; what a client keeps, is sent, sends and trains in a round, in\n"

@@ -54,7 +54,7 @@ class EngineOptions(Options):
 
 
 def make_engine(options: EngineOptions) -> Engine:
-    """The engine that these options name."""
+    """Make the engine that these options name."""
     chosen = options.engine
     if chosen == "auto":
         chosen = "torchrun" if under_torchrun() else "workers" if options.workers > 1 else "process"
