@@ -115,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "family",
         nargs="?",
-        help=f"what to race: {', '.join(FAMILIES)}; or {federation.NAME}, which has options of its own "
-        f"(`pfl-ext bench {federation.NAME} --help`), and so has {goals.NAME}",
+        help=f"what to race: {', '.join(FAMILIES)}; or {federation.NAME} or {goals.NAME}, which have "
+        f"options of their own (`pfl-ext bench {federation.NAME} --help`)",
     )
     parser.add_argument("--list", action="store_true", help="list the families and stop")
 
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--clients", metavar="LIST", help="numbers of clients, such as 8,20,100")
     run.add_argument("--dtypes", metavar="LIST", help="types: " + ", ".join(averaging.FAMILY.dtypes))
     run.add_argument("--threads", metavar="LIST", help="numbers of threads; 'all' is what torch uses by default")
-    run.add_argument("--repeats", metavar="N", type=_positive(int), help=f"rounds a case (default: {_ROUNDS})")
+    run.add_argument("--repeats", metavar="N", type=_positive(int), help=f"rounds per case (default: {_ROUNDS})")
     run.add_argument(
         "--seconds",
         metavar="S",

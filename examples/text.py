@@ -1,4 +1,4 @@
-"""Text: FedAvg, Ditto, SCD and PerAda on what twelve speakers said, a client each, character by character.
+"""Text: FedAvg, Ditto, SCD and PerAda on what twelve speakers said, one client per speaker, character by character.
 
 Three speakers are public: the network is trained on them first, and their text is what PerAda's server distils on. The
 other nine are the clients. FedAvg, Ditto and SCD go on with the whole network; PerAda freezes it and trains adapters,

@@ -182,7 +182,7 @@ class Point:
 
     @property
     def folder(self) -> str:
-        """The name of its folder."""
+        """The name of the combination's folder."""
         return "_".join(folder_name(f"{name.rpartition('.')[2]}={value}") for name, value in self.values.items())
 
 

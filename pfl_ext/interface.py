@@ -180,8 +180,8 @@ def _load_code(given: _Given, read: Configuration, labels: Sequence[str], truste
     for section, name in (*code_in(tables), *methods):
         if not trusted:
             raise ValueError(
-                f"{name} would run the code of a file that a file names: give it here yourself, or trust_code=True if "
-                "you trust both"
+                f"{name} is Python code that a configuration file or a run's folder names, and would be run: give it "
+                "here yourself, or trust_code=True if you trust both"
             )
         make_known(section, name)
 

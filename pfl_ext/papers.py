@@ -88,7 +88,7 @@ class Item:
         return found
 
     def cell(self, row: Mapping[str, Any], column: Mapping[str, Any]) -> dict[str, Any]:
-        """All that decides a cell."""
+        """Everything that decides what stands in a cell."""
         common = {
             name: value for name, value in self.content.items() if name not in ("title", "columns", "rows", "kind")
         }

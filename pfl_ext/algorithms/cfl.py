@@ -68,7 +68,7 @@ class CFL(Method):
         server["clusters"] = torch.ones(1, dtype=torch.int64)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The model of the client's cluster."""
+        """Send the model of the client's cluster."""
         return {"model": server["models"][int(server["cluster"][client])]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class CFL(Method):
         server |= {"cluster": clusters, "models": models, "clusters": server["clusters"] + 1}
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model of the client's cluster."""
+        """The client's personal model is the model of its cluster."""
         return {"personal": received["model"]}
 
 

@@ -40,7 +40,7 @@ class Ditto(NewClients, Method):
         self.check("personal_steps", self.personal_steps >= 0, "not negative")
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """v_k, from the common initial weights."""
+        """The client keeps its personal model v_k, which starts from the common initial weights."""
         return {"personal": model.state()}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

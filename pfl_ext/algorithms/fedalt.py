@@ -45,7 +45,7 @@ class PartiallyPersonal(Method):
         server["shared"] = (~personal_part(server.model, self.personal)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """v_k, from the common initial weights."""
+        """The client keeps its personal part v_k, which starts from the common initial weights."""
         return {"personal": personal_part(model, self.personal).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

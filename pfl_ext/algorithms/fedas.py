@@ -100,7 +100,7 @@ class FedAS(Method):
         return total
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, weighted by what was learnt."""
+        """Average the representations, weighted by what the clients have learnt."""
         worth = torch.cat(uploads.each("fisher"))
         if not bool(worth.any()):  # nothing is left to learn anywhere
             worth = torch.ones_like(worth)

@@ -47,7 +47,7 @@ class FedAsync(Ditto):
 
     @property
     def buffer(self) -> int:
-        """Each upload changes the model."""
+        """One: every upload changes the server's model."""
         return 1
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ class Standalone(Method):
     refuses = (("weighting", "it averages no models"),)
 
     def set_up(self, server: Server) -> None:
-        """Nothing: there is no server."""
+        """Set nothing: there is no server."""
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """The client's model, from the common initial weights."""

@@ -38,7 +38,7 @@ class FedAvgM(Method):
         self.check("server_lr", self.server_lr > 0, "above 0")
 
     def set_up(self, server: Server) -> None:
-        """w, and v for its parameters."""
+        """The server keeps the model w, and a velocity v for its parameters."""
         super().set_up(server)
         server["velocity"] = torch.zeros_like(server["model"][: server.model.parameters])
 

@@ -37,7 +37,7 @@ class FedBN(Method):
         server["shared"] = (~_norms(server.model)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """b_k, from the common initial weights."""
+        """The client keeps its batch normalisation b_k, which starts from the common initial weights."""
         return {"norms": _norms(model).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

@@ -105,7 +105,7 @@ class FedCAC(Method):
         return torch.cat(masks)
 
     def partners(self, critical: Tensor, known: Tensor, round: int) -> Tensor:
-        """C_k, a row for each client."""
+        """The clients C_k to collaborate with, one row for each client."""
         found = torch.eye(len(known), dtype=torch.bool)
         clients = known.nonzero().flatten().tolist()
         if len(clients) < 2:

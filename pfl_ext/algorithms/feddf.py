@@ -47,7 +47,7 @@ class FedDF(DistillingMethod):
         server["network"] = torch.tensor(server.networks)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The w of the client's network."""
+        """Send the model w of the client's network."""
         return {"model": server[label_of("model", int(server["network"][client]))]}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

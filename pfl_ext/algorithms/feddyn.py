@@ -41,7 +41,7 @@ class FedDyn(Method):
         self.check("alpha", self.alpha > 0, "above 0 (without a regulariser use fedavg)")
 
     def set_up(self, server: Server) -> None:
-        """theta, and h for its parameters."""
+        """The server keeps the model theta, and h for its parameters."""
         super().set_up(server)
         server["h"] = torch.zeros_like(server["model"][: server.model.parameters])
 
@@ -61,7 +61,7 @@ class FedDyn(Method):
         return {"model": state}
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Average, and take away h."""
+        """Average the clients' models, and take the correction by h off."""
         mean, parameters = uploads.average(equally=True), slice(len(server["h"]))
         share = len(uploads) / server.members
         server["h"] = server["h"] - self.alpha * share * (mean - server["model"])[parameters]

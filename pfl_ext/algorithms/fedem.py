@@ -55,7 +55,7 @@ class FedEM(Method):
         server["models"] = drawn_states(server, self.components)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """pi_k, all alike at first."""
+        """The client keeps its mixture weights pi_k, all alike at first."""
         return {"weights": torch.full((self.components,), 1 / self.components, dtype=torch.float64)}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

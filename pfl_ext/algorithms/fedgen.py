@@ -108,7 +108,7 @@ class FedGen(Method):
         server["generator"] = self._generator(server.model).drawn(server.stream("generator"), server.model)
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """All; for an evaluation theta alone."""
+        """Send all that the server has; for an evaluation the model theta alone."""
         names = ("model", "generator", "counts") if stage == "train" else ("model",)
         return {name: server[name] for name in names}
 

@@ -131,7 +131,7 @@ class FedMD(Method):
         client.report["public_loss"] = mean_loss(steps.take(batch, loss) for batch in batches)
 
     def aggregate(self, server: Server, uploads: Uploads) -> None:
-        """Agree, and draw the next samples."""
+        """Average the clients' outputs, and draw the public samples of the next round."""
         server["consensus"], server["consensus_rows"] = uploads.average("outputs", equally=True), server["rows"]
         server["rows"], server["agreed"] = self._drawn(server), torch.ones(1)
 

@@ -33,7 +33,7 @@ class FedPer(Method):
         server["base"] = (~server.model.part(self.head)).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """P_k, from the common initial weights."""
+        """The client keeps its personal layers P_k, which starts from the common initial weights."""
         return {"head": model.part(self.head).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

@@ -84,11 +84,11 @@ class FedProto(Method):
         server["known"] = server.model.state().new_zeros(classes)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """omega_k, from the common initial weights."""
+        """The client keeps its network omega_k, which starts from the common initial weights."""
         return {"personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The prototypes that there are."""
+        """Send the prototypes of the classes that have one."""
         return {"prototypes": server["prototypes"][server["known"] > 0], "known": server["known"]}
 
     def _table(self, received: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,7 @@ class FedRoDHyper(Method):
         return SideModule(lambda: _Perceptron(classes, self.hidden, outputs))
 
     def set_up(self, server: Server) -> None:
-        """Body, generic head and nu."""
+        """The server keeps body, generic head and the hypernetwork's numbers nu."""
         super().set_up(server)
         server["hypernetwork"] = self._hypernetwork(server.model).drawn(server.stream("hypernetwork"), server.model)
 

@@ -91,7 +91,7 @@ class GPFL(Method):
         server["embeddings"] = drawn.to(model.device)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """psi_k, from the common initial weights."""
+        """The client keeps its head psi_k, which starts from the common initial weights."""
         return {"head": model.part(self.head).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ class IFCA(Method):
         return losses.index(min(losses))
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Choose a model and train it."""
+        """Choose the model with the lowest loss on the client's data, and train it."""
         models = states(received)
         j = self._choice(client, models)
         client.model.load(models[j])
@@ -78,6 +78,6 @@ class IFCA(Method):
         server["models"] = models
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model that suits the client."""
+        """The model that the client would choose now."""
         models = states(received)
         return {"personal": models[self._choice(client, models)]}

@@ -73,7 +73,7 @@ class KNNPer(FedAvg):
         return {"personal": predict}
 
     def neighbours_say(self, features: Tensor, memory: Tensor, labels: Tensor, classes: int) -> Tensor:
-        """p_knn for each row of features."""
+        """The class probabilities p_knn of the nearest neighbours, for each row of features."""
         squared = torch.cdist(features, memory, compute_mode="donot_use_mm_for_euclid_dist").square()
         near, which = squared.topk(min(self.neighbours, len(memory)), dim=1, largest=False)
         likeness = torch.softmax(-near / (self.scale * memory.shape[1]), 1)

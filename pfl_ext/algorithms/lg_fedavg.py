@@ -35,7 +35,7 @@ class LGFedAvg(Method):
         server["head"] = server.model.part(self.head).read()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """l_k, from the common initial weights."""
+        """The client keeps its representation l_k, which starts from the common initial weights."""
         return {"representation": (~model.part(self.head)).read()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

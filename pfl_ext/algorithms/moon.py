@@ -48,7 +48,7 @@ class MOON(Method):
         self.check("tau", self.tau > 0, "above 0")
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """What the last turn ended with."""
+        """The client keeps the model that its last turn ended with."""
         return {"previous": model.state()}
 
     def _other(self, client: Client, state: Tensor) -> Features:

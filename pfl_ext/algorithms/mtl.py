@@ -45,7 +45,7 @@ class MTL(Method):
         server["mean"] = server.model.state()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """v_k, from the common initial weights."""
+        """The client keeps its own model v_k, which starts from the common initial weights."""
         return {"personal": model.state()}
 
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:

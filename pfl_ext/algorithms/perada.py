@@ -64,17 +64,17 @@ class PerAda(DistillingMethod):
         return ("personal",)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """v_m, from the common initial weights."""
+        """The client keeps its personal adapter v_m, which starts from the common initial weights."""
         return {"personal": model.state()}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The local adapter, from w."""
+        """Train the local adapter, from the received w, and send it."""
         client.model.load(received["model"])  # line 12
         client.report["loss"] = Steps(client, self).train()  # lines 13 to 15
         return {"model": client.model.state()}  # line 16
 
     def personalize(self, client: Client, received: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-        """The personal adapter, towards w."""
+        """Train the personal adapter, which is held near the received w."""
         client.model.load(client["personal"])  # line 7
         lam = 2 * self.lam if self.official_lambda else self.lam
         steps = Steps(client, self, anchor=received["model"], lam=lam, lr=self.personal_lr or self.lr)

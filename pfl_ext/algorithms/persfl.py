@@ -90,7 +90,7 @@ class PersFL(Method):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Stage 2, after the last round."""
+        """Clients distil their teachers (stage 2) after the last round."""
         return ("finish",)
 
     def set_up(self, server: Server) -> None:

@@ -110,7 +110,7 @@ class PFedHN(Method):
 
     @torch.no_grad()
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """theta_k, and buffers behind it."""
+        """Send the generated weights theta_k, with the buffers behind them."""
         weights = self._of(server)(server[_HYPERNETWORK], server[_EMBEDDINGS][client])
         return {"model": torch.cat([weights, server[_BUFFERS]]) if _BUFFERS in server else weights}
 
@@ -184,7 +184,7 @@ class PFedHNPC(PFedHN):
         return (inside[: model.parameters] == 0).nonzero().flatten().to(model.device)
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """omega_k, from the common initial weights."""
+        """The client keeps its head omega_k, which starts from the common initial weights."""
         return {"head": model.part(self.head).read()}
 
     def state_of(self, client: Client, received: Mapping[str, Tensor]) -> Tensor:

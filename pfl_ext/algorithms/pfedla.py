@@ -100,7 +100,7 @@ class PFedLA(Method):
 
     @torch.no_grad()
     def sends(self, server: Mapping[str, Tensor], client: int, stage: Stage) -> dict[str, Tensor]:
-        """The mixture for the client."""
+        """Send the model that is mixed for this client."""
         found = self._hypernetwork(server)(server["hypernetworks"][client])
         weights = self._weights(server, client, found)
         mixed = torch.zeros_like(server["models"][0])

@@ -73,7 +73,7 @@ class PLGULF(LayerWise, Method):
         return self.personal_layers
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """theta, where a layer is personal."""
+        """The client keeps theta, if any layer is personal."""
         return {"personal": model.state()} if self._count(model) else {}
 
     def _theta(self, client: Client, w: Tensor) -> Tensor:

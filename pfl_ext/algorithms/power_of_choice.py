@@ -43,7 +43,7 @@ class PowerOfChoice(FedAvg):
         server["samples"] = torch.zeros(server.clients, dtype=torch.float64)
 
     def select(self, server: Server, count: int) -> list[int]:
-        """The highest losses of some candidates."""
+        """Draw candidates, and select those with the highest losses."""
         samples = server["samples"][: server.members]
         known = samples > 0
         mean = samples[known].mean() if bool(known.any()) else torch.ones(())

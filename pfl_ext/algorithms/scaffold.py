@@ -59,7 +59,7 @@ class SCAFFOLD(Method):
         self.check("server_lr", self.server_lr > 0, "above 0")
 
     def set_up(self, server: Server) -> None:
-        """x, and c for its parameters."""
+        """The server keeps the model x, and c for its parameters."""
         super().set_up(server)
         server["control"] = torch.zeros_like(server["model"][: server.model.parameters])
 

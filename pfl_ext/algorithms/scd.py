@@ -91,7 +91,7 @@ class SCD(NewClients, Method):
         return (*super().stages, "rest") if self.broadcast else super().stages
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
-        """w_p, from the common initial weights."""
+        """The client keeps its personal model w_p, which starts from the common initial weights."""
         return {"personal": model.state()}
 
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:

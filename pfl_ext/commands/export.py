@@ -19,7 +19,7 @@ __all__ = ["Request", "execute", "flags", "parse"]
 
 @dataclass(frozen=True)
 class Request:
-    """A model to be written."""
+    """The model to write, and where to."""
 
     folder: Path
     client: int | None
@@ -36,7 +36,7 @@ def flags() -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """The model of a command line."""
+    """Read from the command line which model to write."""
     parser = Parser(
         "export",
         " FOLDER --to FILE",

@@ -24,7 +24,7 @@ flags = known_flags
 
 @dataclass(frozen=True)
 class Request:
-    """An app to be written."""
+    """The Flower app to write."""
 
     folder: Path
     experiment: Experiment

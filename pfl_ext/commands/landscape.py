@@ -45,13 +45,13 @@ def flags() -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """The landscapes of a command line."""
+    """Read from the command line which landscapes to draw."""
     parser = Parser(
         "landscape",
         " FOLDER ...",
         description="Draw the loss around the models of finished runs, along two random directions whose filters are\n"
         "as long as the model's own (Li et al., 2018): the same directions and one scale for all, so that runs of one\n"
-        "network and one partition compare. The folders are those that pfl-ext run and compare write.",
+        "network and one partition can be compared. The folders are those that pfl-ext run and compare write.",
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="results folders of runs")
     parser.add_argument("--client", type=int, default=0, help="the client whose models and data are taken (default: 0)")

@@ -26,7 +26,7 @@ class Request:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """Names of methods, all without any."""
+    """Read the names of methods from the command line; none: all."""
     parser = Parser(
         "methods",
         description="Print what methods are: paper; what a client keeps, is sent, sends and trains in a round, in\n"
@@ -79,8 +79,8 @@ def make_known(name: str, *, trusted: bool, others: Sequence[str] = ()) -> None:
         raise UsageError(f"unknown method {name!r}{nearest(name, known)}; known are {', '.join(known)}")
     if not trusted:
         raise UsageError(
-            f"{name} would run the code of a file that a file names: name it on the command line yourself, or give "
-            "--trust-code if you trust both"
+            f"{name} is Python code that a configuration file or a run's folder names, and would be run: name it on "
+            "the command line yourself, or give --trust-code if you trust both"
         )
     file = Path(path)
     if not file.is_file():

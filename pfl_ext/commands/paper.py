@@ -40,20 +40,22 @@ def parse(arguments: Sequence[str]) -> Request:
     parser = Parser(
         "paper",
         " NAME TABLE|FIGURE",
-        description="Make the runs of a table or figure of one of the papers, and print it in the paper's rows and\n"
-        "columns, what the paper prints beside ours.\n"
+        description="Make the runs of a table or figure of a paper, and print our results in the paper's rows and\n"
+        "columns, beside what the paper prints.\n"
         "  pfl-ext paper --list\n"
         "  pfl-ext paper persfl table3 --small --data-root DATA\n"
         "All options of compare and sweep are accepted too, and go to every file that the table needs: --data-root,\n"
         "--seeds, --workers, --resume, --network-pretrained, ... With --resume what is done is not done again.",
     )
-    parser.add_argument("name", nargs="?", help="the paper")
+    parser.add_argument("name", nargs="?", help="the paper, such as persfl")
     parser.add_argument("item", nargs="?", metavar="TABLE|FIGURE", help="such as table1 or figure5")
     parser.add_argument("--list", action="store_true", help="list what there is")
-    parser.add_argument("--small", action="store_true", help="the scaled-down files in place of the paper's size")
-    parser.add_argument("--no-run", action="store_true", help="make the table of the runs that are there")
-    parser.add_argument("--output", type=Path, help="folder for all of it (default: results/NAME-TABLE)")
-    parser.add_argument("--no-plots", action="store_true", help="draw nothing")
+    parser.add_argument("--small", action="store_true", help="the scaled-down version in place of the paper's size")
+    parser.add_argument(
+        "--no-run", action="store_true", help="train nothing: make the table from the runs that are there"
+    )
+    parser.add_argument("--output", type=Path, help="folder for runs, table and picture (default: results/NAME-TABLE)")
+    parser.add_argument("--no-plots", action="store_true", help="draw no pictures")
     given, rest = parser.parse_known_args(list(arguments))
     if given.list:
         return Request(None, Path(), False, False, ())
@@ -61,7 +63,7 @@ def parse(arguments: Sequence[str]) -> Request:
         raise UsageError(f"name a paper and a table or figure: {', '.join(papers())}; pfl-ext paper --list shows all")
     for refused in ("--config", "--vary"):
         if any(word == refused or word.startswith(f"{refused}=") for word in rest):
-            raise UsageError(f"{refused}: the files of a paper's table are given")
+            raise UsageError(f"{refused}: a paper's table has files of its own; leave it out")
     item = item_of(given.name, given.item, given.small)
     folder = given.output or Path("results") / f"{item.paper}-{item.name}{'-small' if given.small else ''}"
     return Request(item, folder, not given.no_run, not given.no_plots, tuple(rest))

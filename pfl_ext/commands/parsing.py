@@ -239,8 +239,7 @@ def add_output(parser: Parser, default: str) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="a TOML file with any options, in the tables data, partition, task, network, federation, method; options "
-        "on the command line win",
+        help="a TOML file with the tables data, partition, task, network, federation, method; flags override it",
     )
     add_trust(group)
     group.add_argument(

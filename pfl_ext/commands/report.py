@@ -25,7 +25,7 @@ class Request:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """The page of a command line."""
+    """Read from the command line which page to write or serve."""
     parser = Parser(
         "report",
         " FOLDER ...",

@@ -32,8 +32,8 @@ def parse(arguments: Sequence[str]) -> Request:
         "resume",
         " FOLDER",
         description="Go on with a run, a comparison or a sweep from its last good checkpoints. The folder says what it "
-        "is.\nOptions of pfl-ext run, compare or sweep may follow, where they have no influence on results: --rounds\n"
-        "for more of them, --workers, --quiet. Where code of Python files is part of it: --trust-code.",
+        "is.\nOptions of pfl-ext run, compare or sweep that do not change results may follow: --rounds (for more\n"
+        "rounds), --workers, --quiet. If the run uses code of Python files, add --trust-code.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder that the command wrote")
     if not arguments or arguments[0].startswith("-"):

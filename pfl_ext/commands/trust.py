@@ -38,8 +38,8 @@ def load_code(section: str, name: str, *, trusted: bool) -> None:
         return
     if not trusted:
         raise UsageError(
-            f"{name} would run the code of a file that a file names: name it on the command line yourself, or give "
-            "--trust-code if you trust both"
+            f"{name} is Python code that a configuration file or a run's folder names, and would be run: name it on "
+            "the command line yourself, or give --trust-code if you trust both"
         )
     try:
         make_known(section, name)

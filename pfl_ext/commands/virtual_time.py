@@ -42,7 +42,7 @@ def flags() -> dict[str, str]:
 
 
 def parse(arguments: Sequence[str]) -> Request:
-    """The runs of a command line."""
+    """Read from the command line which runs to time."""
     parser = Parser(
         "virtual-time",
         " FOLDER ...",

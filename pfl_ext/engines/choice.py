@@ -23,7 +23,7 @@ class EngineOptions(Options):
     engine: str = option(
         "auto",
         "where clients train: in this process, in worker processes, or on the ranks of torchrun; auto: on ranks where "
-        "torchrun started the process, else as --workers says",
+        "torchrun started the process, else as workers says",
         choices=("auto", "process", "workers", "torchrun"),
         identity=False,
     )
@@ -54,7 +54,7 @@ class EngineOptions(Options):
 
 
 def make_engine(options: EngineOptions) -> Engine:
-    """The engine that these options name."""
+    """Make the engine that these options name."""
     chosen = options.engine
     if chosen == "auto":
         chosen = "torchrun" if under_torchrun() else "workers" if options.workers > 1 else "process"

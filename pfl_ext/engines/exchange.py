@@ -50,7 +50,7 @@ class Exchange:
     # ---- on the way --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """All ranks begin to exchange uploads."""
+        """Start the exchange of uploads; every rank calls it."""
         self.wait()
         # A daemon: a process that gives up must not wait at its end for a rank that never answers.
         self._under_way = threading.Thread(target=self._run, name="exchange", daemon=True)
@@ -63,11 +63,11 @@ class Exchange:
         self._waiting.put((number, vector))
 
     def end(self) -> None:
-        """This rank has no more."""
+        """Say that this rank has no more uploads."""
         self._waiting.put(None)
 
     def wait(self) -> None:
-        """Until everybody's uploads have arrived."""
+        """Wait until the uploads of every rank have arrived."""
         if self._under_way is not None:
             self._under_way.join()
             self._under_way = None

@@ -174,7 +174,7 @@ class Ranks:
         self.count(kind, 8 + sum(map(len, parts)))
 
     def receive(self, source: int) -> Any:
-        """What a rank has sent."""
+        """Receive what another rank has sent."""
         size = torch.empty(1, dtype=torch.int64)
         with self._answered():
             dist.recv(size, source)
@@ -188,7 +188,7 @@ class Ranks:
         return _Unpacked(content, tensors).load()
 
     def broadcast(self, vector: Tensor) -> None:
-        """Rank 0's numbers for everybody."""
+        """Send rank 0's numbers to every rank."""
         if vector.numel() and self.size > 1:
             with self._answered():
                 dist.broadcast(as_bytes(vector), 0)

@@ -235,7 +235,7 @@ class Site:
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """All vectors that the clients keep, for a checkpoint."""
+        """All vectors that this rank's clients keep, for a checkpoint."""
         return self.store.tensors()
 
     def save(self, stem: Path) -> Path:
@@ -243,7 +243,7 @@ class Site:
         return write_shard(stem, self._ranks.rank, self._ranks.size, self.store.tensors())
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the store to it."""
+        """Set this rank's clients' vectors to those of a checkpoint."""
         self.store.restore(tensors)
 
     def sent(self) -> dict[str, int]:

@@ -401,7 +401,7 @@ class Torchrun(Here):
     # ---- saving ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """What all ranks' clients keep."""
+        """All vectors that the clients of all ranks keep, for a checkpoint."""
         return merged(self._ask("state", [()] * self._ranks.size))
 
     def save(self, stem: Path) -> list[Path]:

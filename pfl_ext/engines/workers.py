@@ -323,7 +323,7 @@ class Workers(Here):
         return self.store.tensors()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the store to it."""
+        """Set the clients' vectors to those of a checkpoint."""
         self.store.restore(tensors)
 
     def _lost(self, when: str) -> NoReturn:

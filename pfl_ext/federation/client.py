@@ -138,7 +138,7 @@ class Client:
 
     @property
     def changes(self) -> dict[str, Tensor]:
-        """What was set in this turn."""
+        """The vectors that were set in this turn, by name."""
         return self._set
 
     @property

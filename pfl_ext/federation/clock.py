@@ -229,7 +229,7 @@ class Timeline:
         return [self.time, self._sends, *self._free]
 
     def restore(self, state: Sequence[float]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Go on from the numbers that :meth:`state` gave."""
         self.time, self._sends, *self._free = state
 
     def _spans(self, works: Sequence[Work]) -> list[list[Span]]:

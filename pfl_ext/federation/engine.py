@@ -106,7 +106,7 @@ class InProcess(Here):
         return self.store.tensors()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the store to it."""
+        """Set the clients' vectors to those of a checkpoint."""
         self.store.restore(tensors)
 
     def close(self) -> None:

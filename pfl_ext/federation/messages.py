@@ -101,7 +101,7 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of a request."""
+    """What a client's turn or evaluation gave back."""
 
     client: int
     sent: Mapping[str, Vector] = field(default_factory=dict)

@@ -86,7 +86,7 @@ class Evaluation(Options):
     )
     personal_global_test: bool = option(
         False,
-        "evaluate personal models on the global test set too (this takes its size times the clients)",
+        "evaluate personal models on the global test set too (one pass over it for each client)",
         identity=False,
     )
     prediction_distance: bool = option(

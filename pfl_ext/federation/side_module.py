@@ -45,7 +45,7 @@ class SideModule:
 
     @property
     def size(self) -> int:
-        """How many numbers there are."""
+        """How many numbers the module has."""
         return sum(shape.numel() for shape in self._shapes.values())
 
     def drawn(self, stream: torch.Generator, like: WorkingModel) -> Tensor:

@@ -49,7 +49,7 @@ class ContextStore(ClientStore):
         self._kept = load_kept(context, self._key) or {}
 
     def read(self, client: int, name: str) -> Tensor:
-        """A copy of the vector."""
+        """A copy of the vector that the client keeps."""
         label = self.label(client, name)
         return self._kept.get(label, self.initial[label]).clone()
 
@@ -67,7 +67,7 @@ class ContextStore(ClientStore):
         return self.label(client, name) in self._kept
 
     def content(self) -> dict[str, Tensor]:
-        """All vectors of the client's own."""
+        """All vectors that the node keeps, by label."""
         return dict(self._kept)
 
     def replace(self, kept: Mapping[str, Tensor]) -> None:

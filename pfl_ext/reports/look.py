@@ -25,8 +25,7 @@ COLUMNS = Option(
     "columns",
     tuple[str, ...] | None,
     None,
-    "columns of the printed table, such as 'method,personal: local test' (default: those that answer which method "
-    "is best; the files have all columns)",
+    "columns of the printed table, such as 'method,personal: local test' (default: the most important; files have all)",
 )
 # Every other column is of a model, as in "personal: local test".
 _COLUMNS = (
