@@ -7,7 +7,7 @@ metrics.jsonl           one round record a line, appended round by round: the so
 metrics.csv             the same as a wide table, made from it: one line per round, one column per number
 metrics-long.csv        the same as a long ("tidy") table: one line per number (:func:`tidy`)
 clients.csv             the per-client results of the last evaluation
-clients/round-*.csv     the same of every evaluation
+clients/round-\*.csv    the same of every evaluation
 classes.csv             how many training samples of each class each client holds
 \*.safetensors, \*.png  what else a run leaves, through :meth:`ResultsFolder.replacing`
 ======================  ===========================================================================================
