@@ -28,7 +28,7 @@ __all__ = [
     "run",
     "tasks",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _native.load()
 

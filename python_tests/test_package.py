@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import pfl_ext
 
+ROOT = Path(__file__).parents[1]
 PARTS = ("algorithms", "data", "engines", "federation", "metrics", "nn", "ops", "optim", "reports", "tasks")
 
 
@@ -41,3 +44,12 @@ def test_another_name_is_refused_as_of_any_module():
     with pytest.raises(AttributeError, match="module 'pfl_ext' has no attribute 'algorithm'"):
         pfl_ext.algorithm  # noqa: B018
     assert not hasattr(pfl_ext, "engine")
+
+
+def test_the_changelog_and_the_citation_are_of_this_version() -> None:
+    changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
+    newest = re.search(r"^## (\S+)(?: \((\d{4}-\d\d-\d\d)\))?$", changelog, re.M)
+    assert newest is not None
+    released = re.search(rf'^version: {re.escape(pfl_ext.__version__)}\ndate-released: "(.+)"$', citation, re.M)
+    assert released is not None
+    assert newest[1] == "Unreleased" or newest.groups() == (pfl_ext.__version__, released[1])

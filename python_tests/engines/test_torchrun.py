@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from kills import differences
+from kills import differences, ranks_of
 from ranks_process import SWEEP, federation, outcome
 
 from pfl_ext.algorithms import METHODS, Ditto
@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield start
     for process in started:
         # Each rank is in a session of its own; one that was stopped would stay for ever.
-        ranks = list(_ranks(process.pid).values()) if process.poll() is None else []
+        ranks = list(ranks_of(process.pid).values()) if process.poll() is None else []
         for group in (process.pid, *ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
@@ -111,20 +111,6 @@ def _until(condition: Callable[[], Any], what: Callable[[], str] = str, seconds:
 def _rounds(folder: Path) -> int:
     metrics = folder / "metrics.jsonl"
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-
-def _ranks(torchrun: int) -> dict[int, int]:
-    """The processes of torchrun by rank, as their environments have it."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            parent = re.search(r"^PPid:\s+(\d+)$", (folder / "status").read_text(), re.MULTILINE)
-            variables = dict(
-                entry.split("=", 1) for entry in (folder / "environ").read_text().split("\0") if "=" in entry
-            )
-            if parent is not None and int(parent[1]) == torchrun:
-                found[int(variables["RANK"])] = int(folder.name)
-    return found
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
@@ -383,7 +369,7 @@ def test_a_rank_that_is_killed_costs_the_rounds_since_the_last_checkpoint_and_no
         after = moments.randint(0, 4)
         _until(lambda after=after: _rounds(tmp_path / "two") >= after or process.poll() is not None)  # type: ignore[misc]
         time.sleep(moments.uniform(0, 0.1))
-        ranks = _ranks(process.pid)
+        ranks = ranks_of(process.pid)
         if process.poll() is None and ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(ranks[kill if kill in ranks else 0], signal.SIGKILL)
@@ -407,7 +393,7 @@ def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to
         return first.exists() and "lr = 0.1" in first.read_text()
 
     _until(lambda: (begun() and _rounds(first.parent) > 0) or process.poll() is not None)
-    os.kill(_ranks(process.pid)[1], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
     output, _ = process.communicate(timeout=_LIMIT)
     assert process.returncode == 0 and output.count("results in") == 1, output  # rank 0 alone speaks
     assert _check_comparison(tmp_path / "one", tmp_path / "two", "comparison.csv") == 2
@@ -416,7 +402,7 @@ def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to
 def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start: Start, tmp_path: Path) -> None:
     process = start(3, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000))
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
-    pid, begin = _ranks(process.pid)[2], time.monotonic()
+    pid, begin = ranks_of(process.pid)[2], time.monotonic()
     os.kill(pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - begin < 60 and process.returncode != 0
@@ -437,7 +423,7 @@ def test_a_rank_that_hangs_is_named(start: Start, tmp_path: Path) -> None:
     command = ["-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000)]
     process = start(2, *command, PFL_EXT_RANK_TIMEOUT="3")
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
-    ranks = _ranks(process.pid)
+    ranks = ranks_of(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     assert process.stdout is not None
     told = ""
