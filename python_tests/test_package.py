@@ -37,7 +37,7 @@ def test_every_part_is_there_when_it_is_asked_for(part):
 
 def test_the_parts_are_listed_before_they_are_imported():
     assert set(PARTS) <= set(answer("dir(pfl_ext)"))
-    assert set(pfl_ext.__all__) == {*PARTS, "compare", "run", "__version__"}
+    assert set(pfl_ext.__all__) == {*PARTS, "compare", "load_results", "run", "__version__"}
 
 
 def test_another_name_is_refused_as_of_any_module():

@@ -213,12 +213,12 @@ def test_messages_and_pages_name_extras_that_exist_and_no_package_that_an_extra_
             named |= {name for names in chosen for name in names.split(",")}
             plain = set(re.findall(r"[\w-]+", re.sub(r"\[.*?\]|\(.*", "", command)))
             assert not plain & packages(project, "all"), (path, command)
-    assert named >= {"plots", "tensorboard", "images", "dev"}
+    assert named >= {"plots", "report", "images", "dev"}
     assert named <= set(extras)
 
 
 def test_the_extra_all_has_what_every_extra_of_users_has(project):
-    extras = set(project["optional-dependencies"]) - {"all", "dev"}
+    extras = set(project["optional-dependencies"]) - {"all", "dev", "wandb", "mlflow"}  # the last two are large
     assert packages(project, "all") == set().union(*(packages(project, extra) for extra in extras))
 
 
@@ -227,7 +227,7 @@ def test_the_makefile_installs_the_extra_dev_and_constraints_pin_it(project):
     tools = {name: re.search(rf"^{name} := (.+)$", lines, re.M)[1] for name in ("TEST_TOOLS", "DEV_TOOLS")}
     installed = set(tools["DEV_TOOLS"].replace("$(TEST_TOOLS)", tools["TEST_TOOLS"]).split())
     # torch has a line of its own there; the others are dependencies that `pip install --no-deps` leaves out.
-    needed = {name.partition(";")[0] for name in project["dependencies"]} - {"torch>=2.10", "tomli"}
+    needed = {re.match(r"[\w-]+", name)[0] for name in project["dependencies"]} - {"torch", "tomli"}
     assert installed == packages(project, "dev") | needed
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert installed <= pinned

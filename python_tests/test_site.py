@@ -38,11 +38,11 @@ def test_every_command_has_a_page_with_all_its_options(
     pages = extensions["reference"].command_pages()
     assert set(pages) == {*cli._COMMANDS, "index"}
     with pytest.raises(SystemExit):
-        cli.main(["run", "fedavg", "--help"])
+        cli.main(["run", "fedavg", "--help-all"])
     flags = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.M))
     assert len(flags) > 40
     assert {flag for flag in flags if f"``{flag} " not in pages["run"] and f"``{flag}``" not in pages["run"]} == set()
-    assert "which kernel serves each op" in pages["info"] and "\\|" not in pages["index"].partition("list-table")[0]
+    assert "which kernel computes each op" in pages["info"] and "\\|" not in pages["index"].partition("list-table")[0]
 
 
 def test_the_reference_has_every_public_name_once(extensions: dict[str, ModuleType]) -> None:

@@ -179,7 +179,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 def _run(method: Method, dataset: Dataset, partition: Partition, network: nn.Module) -> Tensor:
     """All that two rounds left of a run, the server's vectors and every client's."""
-    run = Federation(method, network, dataset, partition, Settings(rounds=2, seed=7))
+    public = dataset.unlabelled(dataset) if method.public else None
+    run = Federation(method, network, dataset, partition, Settings(rounds=2, seed=7), auxiliary=public)
     run.run()
     kept = run.engine.state()
     return torch.cat([x.double().flatten() for x in (*run.server.values(), *(kept[name] for name in sorted(kept)))])

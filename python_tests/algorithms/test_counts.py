@@ -114,7 +114,9 @@ def test_a_round_says_how_many_parameters_a_client_has_trained(
     }
     expected = others.get(name, (1 + (name in _TWO)) * (body + head))
     method = METHODS[name](batch_size=4, **_OPTIONS.get(name, {}))
-    run = Federation(method, network, dataset, partition, Settings(rounds=1, participation=0.7))
+    settings = Settings(rounds=1, participation=0.7)
+    public = dataset.unlabelled(dataset) if method.public else None
+    run = Federation(method, network, dataset, partition, settings, auxiliary=public)
     record = next(run.rounds())
     assert record["training"]["trained_parameters"] == expected
 

@@ -220,8 +220,8 @@ def test_a_file_with_the_name_of_another_module_is_refused(capsys: pytest.Captur
 
 
 def test_a_run_with_several_networks_goes_on_and_gives_a_model_of_each(capsys: pytest.CaptureFixture[str]) -> None:
-    nets = ["--network", "mlp,net.py:Small", "--network-clients", "0,1,1", "--network-hidden", "6"]
-    Path("net.py").write_text(
+    nets = ["--network", "mlp,small_net.py:Small", "--network-clients", "0,1,1", "--network-hidden", "6"]
+    Path("small_net.py").write_text(
         "from torch import nn\n\n\nclass Small(nn.Sequential):\n"
         "    def __init__(self, classes):\n        super().__init__(nn.Flatten(), nn.Linear(64, classes))\n"
     )

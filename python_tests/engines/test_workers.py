@@ -245,7 +245,7 @@ def test_options_choose_the_engine() -> None:
     assert isinstance(make_engine(EngineOptions()), InProcess)
     several = make_engine(EngineOptions(workers=3))
     assert isinstance(several, Workers) and several.workers == 3
-    assert EngineOptions(workers=3).identity() == {}
+    assert EngineOptions(workers=3).identity() == EngineOptions().identity() == {"reduction": "exact"}
     with pytest.raises(ValueError, match="workers is 0; accepted is a value from 1 to 1024"):
         EngineOptions(workers=0)
 
