@@ -10,9 +10,11 @@ namespace pfl::cpu {
 // What a thread takes at once. Large enough that starting a piece does not show, small enough that LeNet's 62,006
 // weights still feed four threads.
 constexpr int64_t kPieceElements = 16384;
-// Fewer bundles than this (LeNet has four) stay on the calling thread: waking another costs as much as it would save,
-// and a thread that has to wait for its turn on a busy machine costs a thousand times that.
-constexpr int64_t kFewestParallelBundles = 5;
+// Fewer bundles than this stay on the calling thread. LeNet's four are shared: with threads that are awake, as they are
+// after a backward pass, a step takes 2/3 of the time, with sleeping ones as long (Xeon, two cores). Where other
+// programs hold the cores, waiting for a thread takes milliseconds, as it does in torch's ops, which share work from
+// 32,768 elements on: give such a run one thread.
+constexpr int64_t kFewestParallelBundles = 4;
 
 // f(index of the piece, piece) over all pieces. `backwards` walks each thread's share from its end: what an earlier
 // pass over the same plan read last is then read first, while it is still in the cache.

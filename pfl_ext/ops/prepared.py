@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from ._arguments import describe
+from ._arguments import describe, without_gradients
 from ._declare import declare
 
 __all__ = ["Prepared", "Repeated", "handed", "plain_eager", "prepare", "written"]
@@ -48,7 +48,7 @@ class Prepared(Sequence[Tensor]):
         self._handed = tensors
         if not tensors or not plain_eager():
             return
-        with torch.no_grad():
+        with without_gradients():
             ticket = _prepare(tensors)
         if ticket.numel():
             self._handed = [ticket]

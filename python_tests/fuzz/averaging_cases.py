@@ -278,6 +278,39 @@ def nonfinite(case: dict[str, Any], memory: Memory) -> Call:
     )
 
 
+def _draw_rows(choice: random.Random) -> dict[str, Any]:
+    count, size, dtype = (
+        choice.choice([1, 2, 3, 5, 9]),
+        choice.choice([0, 1, 3, 64, 1021, 20011]),
+        choice.choice(FLOATS),
+    )
+    return {
+        "op": choice.choice(["average_rows_", "weighted_average"]),
+        "matrix": draw_tensor(choice, [count, size], dtype),
+        "weights": _draw_weights(choice, count, signed=False),
+        "out": draw_tensor(choice, [size], dtype, "normal", "contiguous"),
+    }
+
+
+@covers("raw.average_rows_", "ops.weighted_average", draw=_draw_rows)
+def rows(case: dict[str, Any], memory: Memory) -> Call:
+    matrix, weights = memory.make(case["matrix"]), case["weights"]
+    shares = [weight / sum(weights) for weight in weights]
+    clients = memory.before(matrix).double()
+    truth = sum((share * row for share, row in zip(shares, clients, strict=True)), torch.zeros(()).double())
+    size = sum((share * row.abs() for share, row in zip(shares, clients, strict=True)), torch.zeros(()).double())
+    sums, terms = [(truth, size)], len(weights) + 4
+    if case["op"] == "weighted_average":
+        return Call(ops.weighted_average, [matrix, weights], check=lambda got: _compare_models([got], sums, terms))
+    out = memory.make(case["out"])
+    return Call(
+        torch.ops.pfl_ext.average_rows_,
+        [out, matrix, torch.tensor(shares, dtype=torch.float64)],
+        written=[out],
+        check=lambda _: _compare_models([out], sums, terms),
+    )
+
+
 def _draw_ensemble(choice: random.Random) -> dict[str, Any]:
     count, dtype = choice.randint(1, 5), choice.choice(FLOATS)
     shape = choice.choice([[1, 2], [5, 10], [33, 7], [4, 100], [0, 3]])

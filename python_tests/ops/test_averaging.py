@@ -254,6 +254,45 @@ def test_rows_of_a_matrix_are_clients(device):
     assert out.tolist() == [2.5, 3.5]
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", ["rows", "columns", "parts of rows", "one row again and again"])
+def test_the_average_of_rows_has_the_bits_of_the_average_of_lists(device, dtype, layout):
+    numbers = torch.randn(6, 40_000, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    matrix = {
+        "rows": numbers,
+        "columns": numbers.t().contiguous().t(),
+        "parts of rows": numbers[:, 7:-2],
+        "one row again and again": numbers[:1].expand(6, -1),
+    }[layout]
+    weights = [0.1, 0.2, 0.05, 0.3, 0.15, 0.2]
+    average = weighted_average(matrix, weights)
+    assert_same_bits([average], weighted_average([[row] for row in matrix], weights))
+    out = torch.empty_like(average)
+    OPS["average_rows_"].reference(out, matrix, torch.tensor(weights, dtype=torch.float64) / sum(weights))
+    assert_same_bits([average], [out])
+
+
+@pytest.mark.parametrize("run", ["native", "reference"])
+def test_the_op_on_rows_refuses_what_does_not_fit(device, run):
+    op = OPS["average_rows_"] if run == "native" else OPS["average_rows_"].reference
+    matrix, half = torch.ones(2, 4, device=device), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    out = torch.zeros(4, device=device)
+    for arguments in [
+        (out, matrix[0], half),
+        (out, matrix, half[:1]),
+        (out, matrix, half.float()),
+        (out[:3], matrix, half),
+        (out.double(), matrix, half),
+        (torch.zeros(8, device=device)[::2], matrix, half),
+        (out.long(), matrix.long(), half),
+        (matrix[1], matrix, half),
+    ]:
+        with pytest.raises((RuntimeError, ValueError)):
+            op(*arguments)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert torch.equal(matrix, torch.ones_like(matrix))
+
+
 def test_a_generator_of_parameters_is_a_model(device):
     nets = trained_nets(2, device)
     result = weighted_average([n.parameters() for n in nets])
@@ -590,6 +629,7 @@ def test_the_ops_themselves_refuse_what_does_not_fit(device):
     for name, args in {
         "weighted_average": ([x, y], half),
         "weighted_average_": ([x], [x], half),
+        "average_rows_": (x, torch.stack([y, y]), half),
         "server_update_": ([x], [y], [x, x], half, 1.0),
         "accumulate_": ([x], [y], 1.0),
         "nonfinite": ([x.long()],),
@@ -831,6 +871,7 @@ def op_arguments(device):
     return {
         "weighted_average": (flat, weights),
         "weighted_average_": (copy.deepcopy(server), flat, weights),
+        "average_rows_": (torch.zeros(5, dtype=torch.float64, device=device), torch.stack(flat[::3]), weights),
         "server_update_": (copy.deepcopy(server), server, flat, weights, 0.5),
         "accumulate_": (copy.deepcopy(server), clients[0], 0.5),
         "nonfinite": (flat,),
@@ -838,7 +879,7 @@ def op_arguments(device):
 
 
 @pytest.mark.parametrize(
-    "name", ["weighted_average", "weighted_average_", "server_update_", "accumulate_", "nonfinite"]
+    "name", ["weighted_average", "weighted_average_", "average_rows_", "server_update_", "accumulate_", "nonfinite"]
 )
 def test_opcheck(device_type, name):
     torch.library.opcheck(OPS[name].overload, op_arguments(device_type)[name])

