@@ -61,7 +61,7 @@ def viewed(record: Mapping[str, Array]) -> dict[str, Tensor]:
         for name, array in record.items():
             try:
                 found[name] = _view(array)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:  # torch's, where a product of sizes is more than it can count
                 raise ValueError(f"{name} is no array of numbers: {error}") from None
     return found
 

@@ -21,10 +21,11 @@ from pfl_ext.ops import all_finite
 
 from .arrays import copied, record_of
 from .grid import arriving, content_of
-from .records import question_of, read_answer, read_reply, request_of
+from .records import question_of, read_answer, read_reply, request_of, told
 
 __all__ = ["GridEngine", "Introduction", "Lost"]
 
+_MOST_SAMPLES = 1 << 27  # that a node may say it has: the server makes an index of eight bytes for each
 _TYPES = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
 
 
@@ -127,8 +128,8 @@ class GridEngine(Here):
                 self._welcome(_introduction(node, _content(answer)))
                 self._refused.pop(node, None)
             except ValueError as error:
-                log(WARNING, "node %s is left out: %s", node, error)
-                self._refused[node] = str(error)
+                self._refused[node] = told(error)
+                log(WARNING, "node %s is left out: %s", node, self._refused[node])
                 if isinstance(answer, str) or isinstance(error, _Taken):  # asked again
                     self._met.discard(node)
 
@@ -227,11 +228,13 @@ class GridEngine(Here):
         try:
             reply = read_reply(_content(answer), request)
         except ValueError as error:
-            return Reply(request.client, error=Lost(request.client, request.round, str(error)[:500]))
+            return Reply(request.client, error=Lost(request.client, request.round, told(error)))
         if reply.error is None:
             for name, vector in (*reply.sent.items(), *reply.kept.items()):
                 if not all_finite(self.fetch(vector)):
-                    reply = Reply(request.client, error=Diverged(request.client, request.round, f"upload {name!r}"))
+                    reply = Reply(
+                        request.client, error=Diverged(request.client, request.round, f"upload {name[:100]!r}")
+                    )
                     break
         return reply
 
@@ -286,7 +289,7 @@ class GridEngine(Here):
             try:
                 kept[node.client] = self._checked(copied(_content(answer).array_records["kept"]))
             except (ValueError, KeyError) as error:
-                log(WARNING, "the checkpoint has nothing of client %s: %s", node.client, error)
+                log(WARNING, "the checkpoint has nothing of client %s: %s", node.client, told(error))
         return self._rows(kept)
 
     def _checked(self, kept: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -363,15 +366,21 @@ def _introduction(node: int, content: RecordDict) -> Introduction:
             int(plain["client"]),
             bool(plain["own"]),
             str(plain["run"]),
-            {part: int(plain["sizes"][part]) for part in ("train", "validation", "test")},
+            {part: _samples(plain["sizes"][part]) for part in ("train", "validation", "test")},
             tuple(int(size) for size in plain["shape"]),
             tuple(str(name) for name in plain["classes"]),
             bool(plain["multilabel"]),
             str(plain["data"]),
             str(plain["network"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"it does not say what it is: {type(error).__name__} {error}") from None
+
+
+def _samples(value: Any) -> int:
+    if not 0 <= (count := int(value)) <= _MOST_SAMPLES:
+        raise ValueError(f"{str(value)[:40]} samples; 0 to {_MOST_SAMPLES} are accepted")
+    return count
 
 
 def _leave_out_others(
@@ -402,7 +411,7 @@ def _leave_out_others(
         if wrong:
             most = {n: (shapes[n], dtype) for n, dtype in names.items()}
             said = f"it sent {_shown(found)}, and most sent {_shown(most)}"
-            replies[place] = Reply(request.client, error=Lost(request.client, request.round, said))
+            replies[place] = Reply(request.client, error=Lost(request.client, request.round, told(said)))
 
 
 def _kinds(reply: Reply) -> dict[str, tuple[tuple[int, ...], str]]:

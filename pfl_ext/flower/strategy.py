@@ -17,6 +17,7 @@ from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_av
 
 from .arrays import copied, record_of, viewed
 from .grid import ArrivingGrid, content_of
+from .records import told
 
 __all__ = ["FusedFedAvg", "read_arrays", "write_arrays"]
 
@@ -69,8 +70,6 @@ class FusedFedAvg(FedAvg):
             raise ValueError(f"lr is {lr}; a finite number is accepted")
         if nonfinite not in ("skip", "raise", "propagate"):
             raise ValueError(f"nonfinite is {nonfinite!r}; skip, raise or propagate is accepted")
-        if streaming and lr != 1.0:
-            raise ValueError(f"lr is {lr} with streaming; 1 is accepted there")
         self.lr, self.nonfinite, self.streaming = lr, nonfinite, streaming
         self.report: dict[str, float] = {}
         self._arrays = ArrayRecord()
@@ -168,18 +167,19 @@ class FusedFedAvg(FedAvg):
         """Each client that can be averaged; the others are named."""
         expected = self.server
         missing = set(self._asked)
-        names: set[str] | None = None  # of the metrics
+        first: dict[str, str] | None = None
         for reply in replies:
             node = reply.metadata.src_node_id
             missing.discard(node)
             try:
                 model, weight, metrics = self._read(reply, expected)
-                if names is not None and set(metrics) != names:
-                    raise ValueError(f"its metrics are {sorted(metrics)}; those of the first are {sorted(names)}")
+                kinds = _kinds(metrics)  # Flower adds them up by name, lists entry by entry
+                if first is not None and kinds != first:
+                    raise ValueError(f"its metrics are {_shown(kinds)}; those of the first are {_shown(first)}")
             except ValueError as error:
-                log(WARNING, "round %s: node %s is left out: %s", server_round, node, error)
+                log(WARNING, "round %s: node %s is left out: %s", server_round, node, told(error))
                 continue
-            names = set(metrics)
+            first = kinds
             yield _Client(node, model, weight, RecordDict({"metrics": metrics}))
             if self.streaming:
                 reply.content.clear()
@@ -212,3 +212,13 @@ class FusedFedAvg(FedAvg):
                 kinds = [f"{list(x.shape)} of {x.dtype}" for x in (model[name], tensor)]
                 raise ValueError(f"{name} is {kinds[0]}; the model has {kinds[1]}")
         return {name: model[name] for name in expected}, float(weight), metrics[0]
+
+
+def _kinds(metrics: MetricRecord) -> dict[str, str]:
+    """What each metric is: a number, or a list of so many."""
+    return {name: f"{len(value)} numbers" if isinstance(value, list) else "a number" for name, value in metrics.items()}
+
+
+def _shown(kinds: Mapping[str, str]) -> str:
+    text = ", ".join(f"{name} ({kind})" for name, kind in sorted(kinds.items()))
+    return text if len(text) <= 200 else f"{text[:197]}..."
