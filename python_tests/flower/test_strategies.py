@@ -111,6 +111,16 @@ def test_a_client_whose_metric_has_another_length_is_left_out(streaming: bool) -
         assert read_arrays(arrays)["w"].tolist() == [1.5] * 3
 
 
+def test_an_odd_reply_to_an_evaluation_is_left_out_and_does_not_end_the_run() -> None:
+    odd = [{"loss": [1.0]}, {"other": 1.0}, {"num-examples": [1, 2]}, {"num-examples": math.inf}, {"num-examples": -1}]
+    replies = [_reply(1, 0.0, loss=1.0), *(_reply(2 + i, 0.0, **metrics) for i, metrics in enumerate(odd))]
+    empty = make_message(Metadata(1, "8", 8, 1, "0", "", 0.0, 9.0, "evaluate"), RecordDict())
+    found = FusedFedAvg().aggregate_evaluate(1, [*replies, empty, _reply(9, 0.0, loss=3.0)])
+    assert found is not None and found["loss"] == 2.0
+    assert FusedFedAvg().aggregate_evaluate(1, [_reply(1, 0.0, **{"num-examples": 0})]) is None
+    assert FusedFedAvg().aggregate_evaluate(1, []) is None
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_becomes_of_a_client_with_nan_is_for_the_policy_to_say(streaming: bool) -> None:
     found = {}
