@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from flwr.app import Array, Message, MessageType, RecordDict
@@ -26,6 +26,8 @@ from .records import question_of, read_answer, read_reply, request_of, told
 __all__ = ["GridEngine", "Introduction", "Lost"]
 
 _MOST_SAMPLES = 1 << 27  # that a node may say it has: the server makes an index of eight bytes for each
+_Kinds: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
+"""The shapes and types of an upload's vectors by their names."""
 _TYPES = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
 
 
@@ -159,6 +161,7 @@ class GridEngine(Here):
             )
         self._runtime = ClientRuntime(plan, ClientStore(0, self._kept))
         self._server: Mapping[str, Tensor] = {}
+        self._kinds: dict[int, dict[int, _Kinds]] = {}
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Have them for the requests that follow."""
@@ -180,11 +183,12 @@ class GridEngine(Here):
         networks = self._plan.networks
         for network in set(networks.values()):
             some = [i for i, request in enumerate(requests) if networks[request.client] == network]
-            _leave_out_others(requests, replies, some, self._sizes(network))
+            _leave_out_others(requests, replies, some, self._sizes(network), self._kinds.setdefault(network, {}))
         lost = [reply.error for reply in replies if isinstance(reply.error, Lost)]
         for error in lost:
             log(WARNING, "%s", error)
-        if requests[0].stage == "train" and len(lost) == len(requests):
+        # An asynchronous method asks for one client at a time, and goes on with the others.
+        if requests[0].stage == "train" and len(lost) == len(requests) and self._plan.method.buffer is None:
             raise lost[0]
         yield from replies
 
@@ -384,7 +388,11 @@ def _samples(value: Any) -> int:
 
 
 def _leave_out_others(
-    requests: Sequence[Request], replies: list[Reply], places: Sequence[int], sizes: Set[int]
+    requests: Sequence[Request],
+    replies: list[Reply],
+    places: Sequence[int],
+    sizes: Set[int],
+    heard: dict[int, _Kinds],
 ) -> None:
     """Leave out uploads that cannot be averaged with those of most: other names or types, or another size of a model.
 
@@ -393,16 +401,22 @@ def _leave_out_others(
         replies: in their order; those left out are replaced.
         places: which of them are of clients with one network.
         sizes: of models and of their parts. A vector of another size is what a method likes it to be.
+        heard: what each client sent last; each has one vote, also those that are not asked now.
     """
     if not requests or requests[0].stage != "train":
         return
     arrived = [place for place in places if replies[place].error is None]
     kinds = {place: _kinds(replies[place]) for place in arrived}
-    usual = Counter(tuple(sorted((n, dtype) for n, (_, dtype) in kinds[i].items())) for i in arrived).most_common(1)
-    if not usual:
+    heard |= {requests[place].client: kinds[place] for place in arrived}
+    if not arrived:
         return
-    names = dict(usual[0][0])
-    shapes = {n: Counter(k[n][0] for k in kinds.values() if n in k).most_common(1)[0][0] for n in names}
+    names = dict(
+        Counter(tuple(sorted((n, dtype) for n, (_, dtype) in k.items())) for k in heard.values()).most_common(1)[0][0]
+    )
+    shapes = {}
+    for n in names:  # of as many votes, a size that the server has too
+        votes = Counter(k[n][0] for k in heard.values() if n in k)
+        shapes[n] = max(votes.items(), key=lambda pair: (pair[1], math.prod(pair[0]) in sizes))[0]
     for place in arrived:
         found, request = kinds[place], requests[place]
         wrong = {n: dtype for n, (_, dtype) in found.items()} != names or any(
@@ -414,10 +428,10 @@ def _leave_out_others(
             replies[place] = Reply(request.client, error=Lost(request.client, request.round, told(said)))
 
 
-def _kinds(reply: Reply) -> dict[str, tuple[tuple[int, ...], str]]:
+def _kinds(reply: Reply) -> _Kinds:
     return {name: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for name, v in reply.sent.items()}
 
 
-def _shown(kinds: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+def _shown(kinds: _Kinds) -> str:
     text = ", ".join(f"{name} {list(shape)} of {dtype}" for name, (shape, dtype) in sorted(kinds.items())) or "nothing"
     return text if len(text) <= 200 else f"{text[:197]}..."

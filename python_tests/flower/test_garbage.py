@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from flwr.app.message import make_message
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from pfl_ext.algorithms import METHODS
 from pfl_ext.federation import Federation, Settings
 from pfl_ext.flower import GridEngine, client_app
 
@@ -90,11 +91,11 @@ def _change(content: RecordDict, chance: random.Random) -> None:
 class _InProcess(Grid):
     """Nodes in this process, of which one changes what it answers."""
 
-    def __init__(self, run: Any, chance: random.Random) -> None:
+    def __init__(self, run: Any, change: Callable[[RecordDict], None]) -> None:
         self._app = client_app(
             run.method, network=run.network, settings=run.settings, data=run.data, auxiliary=run.auxiliary
         )
-        self._chance, self._answers = chance, dict[str, Message]()
+        self._change, self._answers = change, dict[str, Message]()
         self._contexts = {100 + k: Context(1, 100 + k, {"partition-id": k}, RecordDict(), {}) for k in range(6)}
 
     def get_node_ids(self) -> list[int]:
@@ -111,7 +112,7 @@ class _InProcess(Grid):
                 self._answers[name] = make_message(about, error=Error(1, str(error)))
             else:
                 if node == 100 + BAD and '"hello"' not in str(message.content["pfl_ext"]["json"]):
-                    _change(content, self._chance)
+                    self._change(content)
                 self._answers[name] = make_message(about, content)
             names.append(name)
         return names
@@ -122,24 +123,66 @@ class _InProcess(Grid):
     set_run = run = create_message = send_and_receive = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("name", ["fedavg", "ditto", "scaffold"])
-def test_a_run_goes_on_whatever_a_client_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], Federation]]:
+    """Runs a method on such nodes; its records, and what the server has."""
     for which in ("_task_id", "_run_id", "_node_id"):  # as a simulation sets it, for messages
         monkeypatch.setattr(TaskIdentity, which, 1)
     dataset, partition = CODE.whole()
     monkeypatch.setattr(CODE, "whole", lambda: (dataset, partition))  # once, and not for every message
-    unlabelled = CODE.auxiliary(dataset, partition)
-    dropped = 0
-    for seed in range(6):
-        run = dataclasses.replace(CODE.given(name), settings=Settings(rounds=2, diverged="drop", seed=seed))
-        engine = GridEngine(_InProcess(run, random.Random(seed)), run.parts({}).run, timeout=5, wait=5)
+
+    def run(
+        name: str, change: Callable[[RecordDict], None], method: dict[str, Any] | None = None, **settings: Any
+    ) -> tuple[list[Any], Federation]:
+        given = dataclasses.replace(CODE.given(name), settings=Settings(diverged="drop", **settings))
+        if method is not None:
+            given = dataclasses.replace(given, method=METHODS[name](lr=0.1, batch_size=4, **method))
+        engine = GridEngine(_InProcess(given, change), given.parts({}).run, timeout=5, wait=5)
         engine.gather(CODE.CLIENTS)
         federation = Federation(
-            run.method, run.network(dataset), dataset, partition, run.settings, engine=engine, auxiliary=unlabelled
-        )
-        records = engine.follow(federation).run()
-        assert [record["round"] for record in records] == [1, 2], seed
-        assert all(set(record.get("dropped") or []) <= {BAD} for record in records), seed
-        assert all(bool(vector.isfinite().all()) for vector in federation.server.values()), seed
-        dropped += sum(bool(record.get("dropped")) for record in records)
+            given.method, given.network(dataset), dataset, partition, given.settings, engine=engine,
+            auxiliary=CODE.auxiliary(dataset, partition),
+        )  # fmt: skip
+        return engine.follow(federation).run(), federation
+
+    return run
+
+
+def _check(records: list[Any], federation: Federation, rounds: int) -> int:
+    """In how many rounds the client was left out; nobody else was, and the server has numbers."""
+    assert [record["round"] for record in records] == list(range(1, rounds + 1))
+    assert all(set(record.get("dropped") or []) <= {BAD} for record in records)
+    assert all(bool(vector.isfinite().all()) for vector in federation.server.values())
+    return sum(bool(record.get("dropped")) for record in records)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "scaffold"])
+def test_a_run_goes_on_whatever_a_client_answers(name: str, run: Callable[..., tuple[list[Any], Federation]]) -> None:
+    dropped = 0
+    for seed in range(6):
+        chance = random.Random(seed)
+        dropped += _check(*run(name, lambda content: _change(content, chance), rounds=2, seed=seed), 2)  # noqa: B023
     assert dropped >= 2  # most changes are seen; others, of a metric, are as good as what was there
+
+
+def _other(array: Array, how: str) -> Array:
+    x = array.numpy()
+    return Array(x.reshape(-1)[:-1].copy() if how == "shape" else x.astype("float64") if how == "dtype" else x)
+
+
+@pytest.mark.parametrize("how", ["shape", "name", "dtype", "nothing"])
+@pytest.mark.parametrize("name", ["fedbuff", "fedasync"])
+def test_a_client_that_is_asked_alone_is_compared_with_what_others_sent_before(
+    name: str, how: str, run: Callable[..., tuple[list[Any], Federation]]
+) -> None:
+    def change(content: RecordDict) -> None:
+        if how == "nothing":
+            content.clear()
+        elif content.get("sent"):
+            sent = content["sent"].items()
+            content["sent"] = ArrayRecord({n + "x" * (how == "name"): _other(array, how) for n, array in sent})
+
+    # Two places: after the first two clients each is asked alone.
+    method, rounds = ({"buffer": 2}, 8) if name == "fedbuff" else ({}, 16)
+    found = run(name, change, method, rounds=rounds, participation=0.34, seed=1, clock="log-normal")
+    assert _check(*found, rounds) >= 1
