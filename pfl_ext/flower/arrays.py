@@ -6,13 +6,16 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-__all__ = ["copied", "record_of", "viewed"]
+__all__ = ["copied", "record_of", "records_in", "viewed"]
+
+_Kind = TypeVar("_Kind", ArrayRecord, ConfigRecord, MetricRecord)
 
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(?P<type>[<|][a-z]\d)', 'fortran_order': (?P<fortran>True|False), "
@@ -47,6 +50,15 @@ def _array_of(name: str, tensor: Tensor) -> Array:
     if tensor.dtype not in _KINDS.values():
         raise TypeError(f"{name} is {tensor.dtype}; Flower's arrays are numpy's, which has no such type")
     return Array(tensor.detach().cpu().contiguous().numpy())
+
+
+def records_in(content: RecordDict, kind: type[_Kind]) -> dict[str, _Kind]:
+    """The records of a kind by their names.
+
+    Flower's own properties for it (``content.array_records``) make a dict that refers to itself and to the content, so
+    that all that a client sent would stay in memory until Python's collector looks for such circles.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
 def viewed(record: Mapping[str, Array]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from logging import INFO, WARNING
 from typing import Any, TypeAlias
 
 import torch
-from flwr.app import Array, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from pfl_ext.federation import ClientRuntime, ClientStore, Diverged, Federation, Here, Plan, Reply, Request, threads
 from pfl_ext.ops import all_finite
 
-from .arrays import copied, record_of
+from .arrays import copied, record_of, records_in
 from .grid import arriving, content_of
 from .records import question_of, read_answer, read_reply, request_of, told
 
@@ -291,7 +291,7 @@ class GridEngine(Here):
         kept: dict[int, dict[str, Tensor]] = {}
         for node, answer in zip(nodes, self._ask(nodes, {"what": "give"}), strict=True):
             try:
-                kept[node.client] = self._checked(copied(_content(answer).array_records["kept"]))
+                kept[node.client] = self._checked(copied(records_in(_content(answer), ArrayRecord)["kept"]))
             except (ValueError, KeyError) as error:
                 log(WARNING, "the checkpoint has nothing of client %s: %s", node.client, told(error))
         return self._rows(kept)

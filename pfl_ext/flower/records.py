@@ -13,7 +13,7 @@ from torch import Tensor
 from pfl_ext.federation import Diverged, Reply, Request, Work
 from pfl_ext.federation.mapped import opened
 
-from .arrays import copied, record_of
+from .arrays import copied, record_of, records_in
 
 __all__ = [
     "answer_of",
@@ -45,7 +45,7 @@ def read_question(content: RecordDict) -> dict[str, Any]:
     Raises:
         ValueError: there is none.
     """
-    record = content.config_records.get(_KEY)
+    record = records_in(content, ConfigRecord).get(_KEY)
     text = None if record is None else record.get("json")
     if not isinstance(text, str):
         raise ValueError("the message is not one of pfl_ext: it has no record of that name with JSON in it")
@@ -67,7 +67,7 @@ def told(what: object, most: int = 500) -> str:
 
 
 def _arrays(content: RecordDict, name: str) -> dict[str, Tensor]:
-    return copied(content.array_records.get(name, ArrayRecord()))
+    return copied(records_in(content, ArrayRecord).get(name, ArrayRecord()))
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------

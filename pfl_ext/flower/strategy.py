@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_average
 
-from .arrays import copied, record_of, viewed
+from .arrays import copied, record_of, records_in, viewed
 from .grid import ArrivingGrid, content_of
 from .records import told
 
@@ -216,7 +216,7 @@ class FusedFedAvg(FedAvg):
         Raises:
             ValueError: they cannot be averaged; the message says why.
         """
-        metrics = list(content.metric_records.values())
+        metrics = list(records_in(content, MetricRecord).values())
         if len(metrics) != 1:
             raise ValueError(f"it sent {len(metrics)} MetricRecords; one is accepted")
         weight = metrics[0].get(self.weighted_by_key)
@@ -231,7 +231,7 @@ def _model(content: RecordDict, expected: Mapping[str, Tensor]) -> dict[str, Ten
     Raises:
         ValueError: it cannot be averaged; the message says why.
     """
-    arrays = list(content.array_records.values())
+    arrays = list(records_in(content, ArrayRecord).values())
     if len(arrays) != 1:
         raise ValueError(f"it sent {len(arrays)} ArrayRecords; one is accepted")
     model = viewed(arrays[0])

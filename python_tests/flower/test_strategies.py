@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -135,6 +138,28 @@ def test_what_becomes_of_a_client_with_nan_is_for_the_policy_to_say(streaming: b
         assert arrays is not None
         found[nonfinite] = read_arrays(arrays)["w"]
     assert found["skip"].tolist() == [1.5] * 3 and bool(found["propagate"].isnan().all())
+
+
+def test_streaming_has_one_upload_at_a_time() -> None:
+    sent: list[weakref.ref[Any]] = []
+    there = []
+
+    def replies() -> Iterator[Message]:
+        for node in range(6):
+            reply = _reply(node, float(node))
+            sent.append(weakref.ref(reply.content["arrays"]["w"]))
+            yield reply
+            del reply
+            there.append(sum(array() is not None for array in sent))
+
+    gc.collect()
+    gc.disable()  # a few large arrays do not call it either
+    try:
+        arrays, _ = FusedFedAvg(streaming=True).aggregate_train(1, replies())
+    finally:
+        gc.enable()
+    assert arrays is not None and read_arrays(arrays)["w"].tolist() == [2.5] * 3
+    assert there == [0] * 6
 
 
 def test_options_that_cannot_work_are_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -165,6 +167,19 @@ def test_a_node_that_says_what_cannot_be_of_itself_is_refused(change: dict[str, 
     assert _introduction(5, answer_of(good)).sizes == sizes
     with pytest.raises(ValueError, match=f"it does not say what it is: .*{told}"):
         _introduction(5, answer_of({**good, **change}))
+
+
+def test_what_was_read_leaves_memory_at_once() -> None:
+    content = reply_of(Reply(0, {"model": torch.ones(3)}))
+    array = weakref.ref(content["sent"]["model"])
+    gc.collect()
+    gc.disable()  # a few large arrays do not call it either
+    try:
+        reply = read_reply(content, Request(0, 1, "train"))
+        del content
+        assert array() is None and reply.sent["model"].tolist() == [1.0] * 3
+    finally:
+        gc.enable()
 
 
 def test_what_a_client_says_cannot_begin_a_line_of_the_log() -> None:
