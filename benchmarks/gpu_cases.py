@@ -129,6 +129,13 @@ def list_cases(shapes: str, dtype: torch.dtype, device: str) -> Iterator[GpuCase
         *(2 * one, 0),
         {"_foreach": lambda: torch.stack(torch._foreach_norm(torch._foreach_sub(a, b))).square().sum()},
     )
+    grad = torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+    yield GpuCase(
+        *("squared_distance_backward", shapes, name),
+        lambda: OPS["squared_distance_backward"](grad, a, b, True, False),
+        *(2 * one, one),
+        {"_foreach": lambda: torch._foreach_mul(torch._foreach_sub(a, b), 2.0)},
+    )
 
 
 def _plain_step(params: Tensors, grads: Tensors, anchors: Tensors) -> None:
@@ -150,7 +157,7 @@ def _fused_sgd(params: Tensors, grads: Tensors) -> Callable[[], Any]:
 
 
 def distillation_cases(rows: int, classes: int, dtype: torch.dtype, device: str) -> Iterator[GpuCase]:
-    """The losses of rows of logits, with their gradient: of one teacher and of four, and of several labels a sample."""
+    """The losses of rows of logits, with their gradient: of teachers alone, and of one beside a class or labels."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(rows, classes, generator=generator).to(device, dtype) for _ in range(5)]
     student, *teachers = logits
@@ -184,6 +191,33 @@ def distillation_cases(rows: int, classes: int, dtype: torch.dtype, device: str)
         *(3 * one, one),
         rows=True,
     )
+    target = torch.randint(classes, (rows,), generator=generator).to(device)
+    # Of the accumulate type, as the kernel has labels. The targets twice: how many count comes before the gradient.
+    labels = (
+        torch.rand(rows, classes, generator=generator).round().to(device, torch.promote_types(dtype, torch.float32))
+    )
+    teacher = teachers[0]
+    yield GpuCase(
+        *("distillation_loss", size, name),
+        lambda: ops.distillation_loss(leaf, teacher, target, 0.5, 2.0),
+        *(2 * one + 2 * target.nbytes, one),
+        {
+            "torch": lambda: _plain_loss(leaf, teacher, target),
+            "torch.compile": partial(_compiled(_plain_loss), leaf, teacher, target),
+        },
+        rows=True,
+    )
+    yield GpuCase(
+        *("distillation_loss, multilabel", size, name),
+        lambda: ops.distillation_loss(leaf, teacher, labels, 0.5, 2.0, multilabel=True),
+        *(2 * one + 2 * labels.nbytes, one),
+        rows=True,
+    )
+
+
+def _plain_loss(leaf: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+    soft = F.kl_div(F.log_softmax(leaf / 2, -1), F.log_softmax(teacher / 2, -1), reduction="batchmean", log_target=True)
+    return torch.autograd.grad(0.5 * F.cross_entropy(leaf, target) + 2 * soft, leaf)[0]
 
 
 def spectral_cases(clients: int, length: int, device: str) -> Iterator[GpuCase]:

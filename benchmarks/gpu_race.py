@@ -21,11 +21,14 @@ from . import machine, report
 from .gpu_cases import GpuCase, cases
 from .gpu_model import simulated
 
-__all__ = ["NAME", "GpuRow", "main", "markdown", "publish", "read_rows"]
+__all__ = ["NAME", "GpuRow", "main", "markdown", "publish", "read_rows", "summary"]
 
 NAME = "gpu"
 PAGE = Path("docs/gpu.md")
 """Where a checkout has the table."""
+README = Path("README.md")
+"""Where a checkout has the summary, between the markers of this name."""
+SUMMARY = "gpu-summary"
 SIMULATED = " (SIMULATED: times mean nothing)"
 _WARM = 3
 
@@ -140,20 +143,39 @@ def markdown(rows: Sequence[GpuRow]) -> str:
     """The table: ours, its bandwidth, and each opponent by ours."""
     first = rows[0]
     how = "A rehearsal, not a measurement, on" if _rehearsed(rows) else "Measured on"
-    lines = [
+    about = (
         f"{how} {first.gpu}, torch {first.torch}, commit {first.commit}; clocks before and after: "
         f"{first.clocks_before}; {first.clocks_after}. Medians of {first.rounds} calls by CUDA events, L2 overwritten "
-        "before each.",
-        "",
-        "| op | size | type | pfl_ext us | GB/s | opponents, by ours |",
-        "| --- | --- | --- | ---: | ---: | --- |",
-    ]
-    by_case: dict[tuple[str, str, str], list[GpuRow]] = {}
+        "before each."
+    )
+    return f"{about}\n\n{_table(_by_case(rows))}"
+
+
+def summary(rows: Sequence[GpuRow]) -> str:
+    """The table for a README: each op that has opponents once, in float32."""
+    once: dict[str, list[GpuRow]] = {}
+    for case in _by_case(rows):
+        if len(case) > 1 and case[0].dtype == "float32":
+            once.setdefault(case[0].op, case)
+    return f"On {rows[0].gpu}; 2.00x: the other took twice as long. All of it: [docs/gpu.md]({PAGE}).\n\n" + _table(
+        list(once.values())
+    )
+
+
+def _by_case(rows: Sequence[GpuRow]) -> list[list[GpuRow]]:
+    """The rows of each case, ours first."""
+    found: dict[tuple[str, str, str], list[GpuRow]] = {}
     for row in rows:
-        by_case.setdefault((row.op, row.size, row.dtype), []).append(row)
-    for (op, size, dtype), (ours, *others) in by_case.items():
+        found.setdefault((row.op, row.size, row.dtype), []).append(row)
+    return list(found.values())
+
+
+def _table(cases: Sequence[Sequence[GpuRow]]) -> str:
+    lines = ["| op | size | type | pfl_ext us | GB/s | opponents, by ours |", "| --- | --- | --- | ---: | ---: | --- |"]
+    for ours, *others in cases:
         against = ", ".join(f"{row.contestant} {row.by_ours:.2f}x" for row in others) or "-"
-        lines.append(f"| {op} | {size} | {dtype} | {ours.middle:.1f} | {ours.gigabytes_a_second:.0f} | {against} |")
+        about = f"{ours.op} | {ours.size} | {ours.dtype} | {ours.middle:.1f} | {ours.gigabytes_a_second:.0f}"
+        lines.append(f"| {about} | {against} |")
     return "\n".join(lines) + "\n"
 
 
@@ -161,22 +183,24 @@ def _rehearsed(rows: Sequence[GpuRow]) -> bool:
     return any(row.gpu.endswith(SIMULATED) for row in rows)
 
 
-def publish(rows: Sequence[GpuRow], page: Path) -> None:
-    """Put the table into a Markdown file.
+def publish(rows: Sequence[GpuRow], page: Path, readme: Path | None = None) -> None:
+    """Put the table into a Markdown file, and the summary into a README.
 
     Raises:
-        ValueError: the times are those of a simulated GPU, or the file has no place for it. It is as it was.
+        ValueError: the times are those of a simulated GPU, or a file has no place for them. It is as it was.
     """
     if _rehearsed(rows):
         raise ValueError(f"this GPU is simulated: its times are those of an interpreter and do not go into {page}")
     report.put_into(page, NAME, markdown(rows))
+    if readme is not None:
+        report.put_into(readme, SUMMARY, summary(rows))
 
 
 def main(shapes: str, rounds: int, output: Path | None, readme: Path | None) -> None:
     """Race everything, write gpu.csv, print the table and put it into a page.
 
-    That is the named Markdown file, or :data:`PAGE` in a checkout. On a simulated GPU it is a rehearsal: the file is
-    gpu.rehearsal.csv, and no page is changed.
+    That is the named Markdown file; in a checkout :data:`PAGE`, and its summary goes into :data:`README`. On a
+    simulated GPU it is a rehearsal: the file is gpu.rehearsal.csv, and no page is changed.
 
     Raises:
         ValueError: there is no GPU, or it is a simulated one and a page was to have its times.
@@ -202,7 +226,10 @@ def main(shapes: str, rounds: int, output: Path | None, readme: Path | None) -> 
     _write_rows(path, rows)
     print(f"wrote {path}", file=sys.stderr)
     print(markdown(rows), end="")
-    page = readme if readme is not None else PAGE if PAGE.exists() and not simulated() else None
-    if page is not None:
-        publish(rows, page)
-        print(f"wrote the table into {page}", file=sys.stderr)
+    if readme is not None:
+        publish(rows, readme)
+    elif PAGE.exists() and not simulated():
+        publish(rows, PAGE, README)
+    else:
+        return
+    print(f"wrote the table into {readme or f'{PAGE} and {README}'}", file=sys.stderr)

@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="cuda: race on this GPU; writes gpu.csv, and the table into docs/gpu.md of a checkout (default: cpu)",
+        help="cuda: race on this GPU; writes gpu.csv, and tables into a checkout's pages (default: cpu)",
     )
     gpu.add_argument(
         "--gpu-model", action="store_true", help="count bytes, launches and waits on a simulated GPU: an estimate"

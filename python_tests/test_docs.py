@@ -206,6 +206,13 @@ def test_files_that_a_page_names_exist(page: str) -> None:
     assert [str(path) for path in (*linked, *(DOCS.parent / name for name in named)) if not path.exists()] == []
 
 
+@pytest.mark.parametrize("page", ["engines.md", "flower.md"])
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+?)(?:_\.\.\.)?(?:\[\w+\])?`", (DOCS / page).read_text(encoding="utf-8"))
+    assert named and [name for name in named if f"\ndef {name}" not in code] == []
+
+
 def _first_column(page: str, heading: str) -> list[str]:
     """The first cells of the table after a line that begins so."""
     after = (DOCS / page).read_text(encoding="utf-8").partition(f"\n{heading}")[2]

@@ -6,13 +6,16 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-__all__ = ["copied", "record_of", "viewed"]
+__all__ = ["copied", "record_of", "records_in", "viewed"]
+
+_Kind = TypeVar("_Kind", ArrayRecord, ConfigRecord, MetricRecord)
 
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '(?P<type>[<|][a-z]\d)', 'fortran_order': (?P<fortran>True|False), "
@@ -49,6 +52,15 @@ def _array_of(name: str, tensor: Tensor) -> Array:
     return Array(tensor.detach().cpu().contiguous().numpy())
 
 
+def records_in(content: RecordDict, kind: type[_Kind]) -> dict[str, _Kind]:
+    """The records of a kind by their names.
+
+    Flower's own properties for it (``content.array_records``) make a dict that refers to itself and to the content, so
+    that all that a client sent would stay in memory until Python's collector looks for such circles.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
+
+
 def viewed(record: Mapping[str, Array]) -> dict[str, Tensor]:
     """The tensors of a record without a copy, to be read and not written.
 
@@ -61,7 +73,7 @@ def viewed(record: Mapping[str, Array]) -> dict[str, Tensor]:
         for name, array in record.items():
             try:
                 found[name] = _view(array)
-            except ValueError as error:
+            except (ValueError, RuntimeError) as error:  # torch's, where a product of sizes is more than it can count
                 raise ValueError(f"{name} is no array of numbers: {error}") from None
     return found
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from pfl_ext.federation.method import Models
 from pfl_ext.options import of_signature
 from pfl_ext.tasks import Task
 
-from .arrays import copied, record_of
+from .arrays import copied, record_of, records_in
 from .parts import Auxiliary, Given, Network, Parts, Whole, network_digest
 from .records import answer_of, read_question, read_request, reply_of
 from .state import ContextStore, NodeFiles
@@ -183,7 +183,7 @@ class _Node:
             answer["kept"] = record_of(store.content())
             return answer
         if what == "take":
-            store.replace(copied(content.array_records["kept"]))
+            store.replace(copied(records_in(content, ArrayRecord)["kept"]))
             return answer_of({})
         files = self._files()
         if what == "save":

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from flwr.app import Array, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -19,12 +19,15 @@ from torch import Tensor
 from pfl_ext.federation import ClientRuntime, ClientStore, Diverged, Federation, Here, Plan, Reply, Request, threads
 from pfl_ext.ops import all_finite
 
-from .arrays import copied, record_of
+from .arrays import copied, record_of, records_in
 from .grid import arriving, content_of
-from .records import question_of, read_answer, read_reply, request_of
+from .records import question_of, read_answer, read_reply, request_of, told
 
 __all__ = ["GridEngine", "Introduction", "Lost"]
 
+_MOST_SAMPLES = 1 << 27  # that a node may say it has: the server makes an index of eight bytes for each
+_Kinds: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
+"""The shapes and types of an upload's vectors by their names."""
 _TYPES = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
 
 
@@ -127,8 +130,8 @@ class GridEngine(Here):
                 self._welcome(_introduction(node, _content(answer)))
                 self._refused.pop(node, None)
             except ValueError as error:
-                log(WARNING, "node %s is left out: %s", node, error)
-                self._refused[node] = str(error)
+                self._refused[node] = told(error)
+                log(WARNING, "node %s is left out: %s", node, self._refused[node])
                 if isinstance(answer, str) or isinstance(error, _Taken):  # asked again
                     self._met.discard(node)
 
@@ -158,6 +161,7 @@ class GridEngine(Here):
             )
         self._runtime = ClientRuntime(plan, ClientStore(0, self._kept))
         self._server: Mapping[str, Tensor] = {}
+        self._kinds: dict[int, dict[int, _Kinds]] = {}
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Have them for the requests that follow."""
@@ -179,11 +183,12 @@ class GridEngine(Here):
         networks = self._plan.networks
         for network in set(networks.values()):
             some = [i for i, request in enumerate(requests) if networks[request.client] == network]
-            _leave_out_others(requests, replies, some, self._sizes(network))
+            _leave_out_others(requests, replies, some, self._sizes(network), self._kinds.setdefault(network, {}))
         lost = [reply.error for reply in replies if isinstance(reply.error, Lost)]
         for error in lost:
             log(WARNING, "%s", error)
-        if requests[0].stage == "train" and len(lost) == len(requests):
+        # An asynchronous method asks for one client at a time, and goes on with the others.
+        if requests[0].stage == "train" and len(lost) == len(requests) and self._plan.method.buffer is None:
             raise lost[0]
         yield from replies
 
@@ -227,11 +232,13 @@ class GridEngine(Here):
         try:
             reply = read_reply(_content(answer), request)
         except ValueError as error:
-            return Reply(request.client, error=Lost(request.client, request.round, str(error)[:500]))
+            return Reply(request.client, error=Lost(request.client, request.round, told(error)))
         if reply.error is None:
             for name, vector in (*reply.sent.items(), *reply.kept.items()):
                 if not all_finite(self.fetch(vector)):
-                    reply = Reply(request.client, error=Diverged(request.client, request.round, f"upload {name!r}"))
+                    reply = Reply(
+                        request.client, error=Diverged(request.client, request.round, f"upload {name[:100]!r}")
+                    )
                     break
         return reply
 
@@ -284,9 +291,9 @@ class GridEngine(Here):
         kept: dict[int, dict[str, Tensor]] = {}
         for node, answer in zip(nodes, self._ask(nodes, {"what": "give"}), strict=True):
             try:
-                kept[node.client] = self._checked(copied(_content(answer).array_records["kept"]))
+                kept[node.client] = self._checked(copied(records_in(_content(answer), ArrayRecord)["kept"]))
             except (ValueError, KeyError) as error:
-                log(WARNING, "the checkpoint has nothing of client %s: %s", node.client, error)
+                log(WARNING, "the checkpoint has nothing of client %s: %s", node.client, told(error))
         return self._rows(kept)
 
     def _checked(self, kept: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -363,19 +370,29 @@ def _introduction(node: int, content: RecordDict) -> Introduction:
             int(plain["client"]),
             bool(plain["own"]),
             str(plain["run"]),
-            {part: int(plain["sizes"][part]) for part in ("train", "validation", "test")},
+            {part: _samples(plain["sizes"][part]) for part in ("train", "validation", "test")},
             tuple(int(size) for size in plain["shape"]),
             tuple(str(name) for name in plain["classes"]),
             bool(plain["multilabel"]),
             str(plain["data"]),
             str(plain["network"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"it does not say what it is: {type(error).__name__} {error}") from None
 
 
+def _samples(value: Any) -> int:
+    if not 0 <= (count := int(value)) <= _MOST_SAMPLES:
+        raise ValueError(f"{str(value)[:40]} samples; 0 to {_MOST_SAMPLES} are accepted")
+    return count
+
+
 def _leave_out_others(
-    requests: Sequence[Request], replies: list[Reply], places: Sequence[int], sizes: Set[int]
+    requests: Sequence[Request],
+    replies: list[Reply],
+    places: Sequence[int],
+    sizes: Set[int],
+    heard: dict[int, _Kinds],
 ) -> None:
     """Leave out uploads that cannot be averaged with those of most: other names or types, or another size of a model.
 
@@ -384,16 +401,22 @@ def _leave_out_others(
         replies: in their order; those left out are replaced.
         places: which of them are of clients with one network.
         sizes: of models and of their parts. A vector of another size is what a method likes it to be.
+        heard: what each client sent last; each has one vote, also those that are not asked now.
     """
     if not requests or requests[0].stage != "train":
         return
     arrived = [place for place in places if replies[place].error is None]
     kinds = {place: _kinds(replies[place]) for place in arrived}
-    usual = Counter(tuple(sorted((n, dtype) for n, (_, dtype) in kinds[i].items())) for i in arrived).most_common(1)
-    if not usual:
+    heard |= {requests[place].client: kinds[place] for place in arrived}
+    if not arrived:
         return
-    names = dict(usual[0][0])
-    shapes = {n: Counter(k[n][0] for k in kinds.values() if n in k).most_common(1)[0][0] for n in names}
+    names = dict(
+        Counter(tuple(sorted((n, dtype) for n, (_, dtype) in k.items())) for k in heard.values()).most_common(1)[0][0]
+    )
+    shapes = {}
+    for n in names:  # of as many votes, a size that the server has too
+        votes = Counter(k[n][0] for k in heard.values() if n in k)
+        shapes[n] = max(votes.items(), key=lambda pair: (pair[1], math.prod(pair[0]) in sizes))[0]
     for place in arrived:
         found, request = kinds[place], requests[place]
         wrong = {n: dtype for n, (_, dtype) in found.items()} != names or any(
@@ -402,13 +425,13 @@ def _leave_out_others(
         if wrong:
             most = {n: (shapes[n], dtype) for n, dtype in names.items()}
             said = f"it sent {_shown(found)}, and most sent {_shown(most)}"
-            replies[place] = Reply(request.client, error=Lost(request.client, request.round, said))
+            replies[place] = Reply(request.client, error=Lost(request.client, request.round, told(said)))
 
 
-def _kinds(reply: Reply) -> dict[str, tuple[tuple[int, ...], str]]:
+def _kinds(reply: Reply) -> _Kinds:
     return {name: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for name, v in reply.sent.items()}
 
 
-def _shown(kinds: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+def _shown(kinds: _Kinds) -> str:
     text = ", ".join(f"{name} {list(shape)} of {dtype}" for name, (shape, dtype) in sorted(kinds.items())) or "nothing"
     return text if len(text) <= 200 else f"{text[:197]}..."

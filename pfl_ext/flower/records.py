@@ -13,7 +13,7 @@ from torch import Tensor
 from pfl_ext.federation import Diverged, Reply, Request, Work
 from pfl_ext.federation.mapped import opened
 
-from .arrays import copied, record_of
+from .arrays import copied, record_of, records_in
 
 __all__ = [
     "answer_of",
@@ -24,6 +24,7 @@ __all__ = [
     "read_request",
     "reply_of",
     "request_of",
+    "told",
 ]
 
 _KEY = "pfl_ext"
@@ -44,7 +45,7 @@ def read_question(content: RecordDict) -> dict[str, Any]:
     Raises:
         ValueError: there is none.
     """
-    record = content.config_records.get(_KEY)
+    record = records_in(content, ConfigRecord).get(_KEY)
     text = None if record is None else record.get("json")
     if not isinstance(text, str):
         raise ValueError("the message is not one of pfl_ext: it has no record of that name with JSON in it")
@@ -60,8 +61,13 @@ def read_question(content: RecordDict) -> dict[str, Any]:
 read_answer = read_question
 
 
+def told(what: object, most: int = 500) -> str:
+    """What a client has a part in saying, for a line of the log: it must not end the line and begin another."""
+    return "".join(c if c.isprintable() else "?" for c in str(what)[:most])
+
+
 def _arrays(content: RecordDict, name: str) -> dict[str, Tensor]:
-    return copied(content.array_records.get(name, ArrayRecord()))
+    return copied(records_in(content, ArrayRecord).get(name, ArrayRecord()))
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -144,7 +150,7 @@ def read_reply(content: RecordDict, request: Request) -> Reply:
         _work(plain["work"], request.client),
         {name: _count(f"received {name}", value) for name, value in _table("received", plain["received"]).items()},
         _count("trained_parameters", plain["trained_parameters"]),
-        error=None if error is None else Diverged(request.client, request.round, error[:200]),
+        error=None if error is None else Diverged(request.client, request.round, told(error, 200)),
     )
 
 
@@ -157,7 +163,10 @@ def _table(label: str, value: Any) -> dict[str, Any]:
 def _number(label: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{label} is a {type(value).__name__}; a number is accepted")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # JSON's whole numbers have no end
+        raise ValueError(f"{label} is a number of {len(str(abs(value)))} digits; one of float64 is accepted") from None
 
 
 def _count(label: str, value: Any) -> int:

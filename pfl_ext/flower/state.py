@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pfl_ext.federation import ClientStore
 
-from .arrays import copied, record_of
+from .arrays import copied, record_of, records_in
 
 __all__ = ["ContextStore", "NodeFiles", "load_kept", "save_kept"]
 
@@ -30,7 +30,8 @@ def save_kept(context: Context, tensors: Mapping[str, Tensor], name: str = "kept
 
 def load_kept(context: Context, name: str = "kept") -> dict[str, Tensor] | None:
     """What :func:`save_kept` kept; None before the first time."""
-    return copied(context.state.array_records[name]) if name in context.state.array_records else None
+    kept = records_in(context.state, ArrayRecord).get(name)
+    return None if kept is None else copied(kept)
 
 
 class ContextStore(ClientStore):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from pfl_ext.ops import StreamingAverage, all_finite, server_update, weighted_average
 
-from .arrays import copied, record_of, viewed
+from .arrays import copied, record_of, records_in, viewed
 from .grid import ArrivingGrid, content_of
+from .records import told
 
 __all__ = ["FusedFedAvg", "read_arrays", "write_arrays"]
 
@@ -69,8 +70,6 @@ class FusedFedAvg(FedAvg):
             raise ValueError(f"lr is {lr}; a finite number is accepted")
         if nonfinite not in ("skip", "raise", "propagate"):
             raise ValueError(f"nonfinite is {nonfinite!r}; skip, raise or propagate is accepted")
-        if streaming and lr != 1.0:
-            raise ValueError(f"lr is {lr} with streaming; 1 is accepted there")
         self.lr, self.nonfinite, self.streaming = lr, nonfinite, streaming
         self.report: dict[str, float] = {}
         self._arrays = ArrayRecord()
@@ -93,13 +92,21 @@ class FusedFedAvg(FedAvg):
         self._arrays, self._asked = arrays, {message.metadata.dst_node_id for message in messages}
         return messages
 
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As Flower's; to whom is remembered."""
+        messages = list(super().configure_evaluate(server_round, arrays, config, grid))
+        self._asked = {message.metadata.dst_node_id for message in messages}
+        return messages
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """The new model and the clients' metrics; None where no reply is usable."""
         clients = list[_Client]()
         stream = StreamingAverage() if self.streaming else None
-        for client in self._usable(server_round, replies):
+        for client in self._usable(server_round, replies, self.server):
             clients.append(client)
             if stream is not None and self._finite(server_round, client):
                 stream.add(client.model, client.weight)
@@ -117,6 +124,13 @@ class FusedFedAvg(FedAvg):
         told = self.train_metrics_aggr_fn([client.metrics for client in clients], self.weighted_by_key)
         told.update(self.report)
         return record_of(new), told
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """The clients' metrics; None where no reply is usable. Flower's own ends the run with a reply that is odd."""
+        clients = list(self._usable(server_round, replies, None))
+        if not sum(client.weight for client in clients) > 0:
+            return None
+        return self.evaluate_metrics_aggr_fn([client.metrics for client in clients], self.weighted_by_key)
 
     def combine(
         self, average: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]
@@ -164,51 +178,80 @@ class FusedFedAvg(FedAvg):
         """The model that the clients began the round with; not to be changed in place."""
         return viewed(self._arrays)
 
-    def _usable(self, server_round: int, replies: Iterable[Message]) -> Iterator[_Client]:
-        """Each client that can be averaged; the others are named."""
-        expected = self.server
+    def _usable(
+        self, server_round: int, replies: Iterable[Message], expected: Mapping[str, Tensor] | None
+    ) -> Iterator[_Client]:
+        """Each client that can be averaged; the others are named.
+
+        Args:
+            server_round: which one.
+            replies: what came.
+            expected: the model that the clients were sent; None: they were asked for metrics alone.
+        """
         missing = set(self._asked)
-        names: set[str] | None = None  # of the metrics
+        first: dict[str, str] | None = None
         for reply in replies:
             node = reply.metadata.src_node_id
             missing.discard(node)
             try:
-                model, weight, metrics = self._read(reply, expected)
-                if names is not None and set(metrics) != names:
-                    raise ValueError(f"its metrics are {sorted(metrics)}; those of the first are {sorted(names)}")
+                content = content_of(reply)
+                weight, metrics = self._weighed(content)
+                kinds = _kinds(metrics)  # Flower adds them up by name, lists entry by entry
+                if first is not None and kinds != first:
+                    raise ValueError(f"its metrics are {_shown(kinds)}; those of the first are {_shown(first)}")
+                model = {} if expected is None else _model(content, expected)
             except ValueError as error:
-                log(WARNING, "round %s: node %s is left out: %s", server_round, node, error)
+                log(WARNING, "round %s: node %s is left out: %s", server_round, node, told(error))
                 continue
-            names = set(metrics)
+            first = kinds
             yield _Client(node, model, weight, RecordDict({"metrics": metrics}))
             if self.streaming:
                 reply.content.clear()
         for node in sorted(missing):
             log(WARNING, "round %s: node %s is left out: it has not answered in time", server_round, node)
 
-    def _read(self, reply: Message, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float, MetricRecord]:
-        """What a client sent.
+    def _weighed(self, content: RecordDict) -> tuple[float, MetricRecord]:
+        """What a client counts, and its metrics.
 
         Raises:
-            ValueError: it cannot be averaged; the message says why.
+            ValueError: they cannot be averaged; the message says why.
         """
-        content = content_of(reply)
-        arrays, metrics = list(content.array_records.values()), list(content.metric_records.values())
-        if len(arrays) != 1 or len(metrics) != 1:
-            raise ValueError(
-                f"it sent {len(arrays)} ArrayRecords and {len(metrics)} MetricRecords; one of each is accepted"
-            )
+        metrics = list(records_in(content, MetricRecord).values())
+        if len(metrics) != 1:
+            raise ValueError(f"it sent {len(metrics)} MetricRecords; one is accepted")
         weight = metrics[0].get(self.weighted_by_key)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
             raise ValueError(f"{self.weighted_by_key} is {weight}; a finite number of 0 or more is accepted")
-        model = viewed(arrays[0])
-        if not expected:  # aggregate_train was called by itself: the first client says what a model is
-            return model, float(weight), metrics[0]
-        if model.keys() != expected.keys():
-            name = sorted(model.keys() ^ expected.keys())[0]
-            raise ValueError(f"{name} is {'missing' if name in expected else 'not in the model'}")
-        for name, tensor in expected.items():
-            if model[name].shape != tensor.shape or model[name].dtype != tensor.dtype:
-                kinds = [f"{list(x.shape)} of {x.dtype}" for x in (model[name], tensor)]
-                raise ValueError(f"{name} is {kinds[0]}; the model has {kinds[1]}")
-        return {name: model[name] for name in expected}, float(weight), metrics[0]
+        return float(weight), metrics[0]
+
+
+def _model(content: RecordDict, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model that a client sent.
+
+    Raises:
+        ValueError: it cannot be averaged; the message says why.
+    """
+    arrays = list(records_in(content, ArrayRecord).values())
+    if len(arrays) != 1:
+        raise ValueError(f"it sent {len(arrays)} ArrayRecords; one is accepted")
+    model = viewed(arrays[0])
+    if not expected:  # aggregate_train was called by itself: the first client says what a model is
+        return model
+    if model.keys() != expected.keys():
+        name = sorted(model.keys() ^ expected.keys())[0]
+        raise ValueError(f"{name} is {'missing' if name in expected else 'not in the model'}")
+    for name, tensor in expected.items():
+        if model[name].shape != tensor.shape or model[name].dtype != tensor.dtype:
+            kinds = [f"{list(x.shape)} of {x.dtype}" for x in (model[name], tensor)]
+            raise ValueError(f"{name} is {kinds[0]}; the model has {kinds[1]}")
+    return {name: model[name] for name in expected}
+
+
+def _kinds(metrics: MetricRecord) -> dict[str, str]:
+    """What each metric is: a number, or a list of so many."""
+    return {name: f"{len(value)} numbers" if isinstance(value, list) else "a number" for name, value in metrics.items()}
+
+
+def _shown(kinds: Mapping[str, str]) -> str:
+    text = ", ".join(f"{name} ({kind})" for name, kind in sorted(kinds.items()))
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -324,6 +324,7 @@ def _strategies(grid: Grid, folder: Path, found: dict[str, Any], tensors: dict[s
         ("fused", "plain", FusedFedAvg(**once)),
         ("streaming", "plain", FusedFedAvg(streaming=True, **once)),
         ("half", "plain", FusedFedAvg(lr=0.5, **once)),
+        ("streaming half", "plain", FusedFedAvg(lr=0.5, streaming=True, **once)),
         *((f"fault:{how}", how, FusedFedAvg(**once)) for how in FAULTS),
         ("streaming fault", "nan", FusedFedAvg(streaming=True, **once)),
     ]

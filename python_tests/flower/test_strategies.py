@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import re
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
 
-from pfl_ext.flower import FusedFedAvg
+from flwr.app import Message, Metadata, MetricRecord, RecordDict
+from flwr.app.message import make_message
+
+from pfl_ext.flower import FusedFedAvg, read_arrays, write_arrays
 
 FAULTS = ("raises", "late", "nan", "shape", "name", "dtype", "pickle", "claim", "json")
 
@@ -64,12 +71,13 @@ def test_counts_stay_integers_where_flower_makes_them_fractions(simulated: Any) 
     assert _model(simulated, "strategy:flower")[name].dtype == torch.float64
 
 
-def test_half_a_learning_rate_goes_half_the_way(simulated: Any) -> None:
+@pytest.mark.parametrize("label", ["half", "streaming half"])
+def test_half_a_learning_rate_goes_half_the_way(label: str, simulated: Any) -> None:
     server, _ = _sent(simulated)
     for name, average in _average(simulated).items():
         if average.is_floating_point():
             expected = server[name] + 0.5 * (average - server[name])
-            torch.testing.assert_close(_model(simulated, "strategy:half")[name], expected, **ROUNDING)
+            torch.testing.assert_close(_model(simulated, f"strategy:{label}")[name], expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("label", [*(f"fault:{how}" for how in FAULTS), "streaming fault"])
@@ -91,11 +99,74 @@ def test_the_log_names_who_is_left_out_of_an_average(simulated: Any) -> None:
         assert re.search(rf"round 1: node \d+ is left out: (?:{told})", simulated.log), told
 
 
+def _reply(node: int, value: float, **metrics: Any) -> Message:
+    content = {"arrays": write_arrays({"w": torch.full((3,), value)}), "metrics": MetricRecord({"num-examples": 1})}
+    content["metrics"].update(metrics)
+    return make_message(Metadata(1, str(node), node, 1, "0", "", 0.0, 9.0, "train"), RecordDict(content))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_client_whose_metric_has_another_length_is_left_out(streaming: bool) -> None:
+    for odd in ([1.0, 2.0, 3.0], 1.0):
+        replies = [_reply(1, 1.0, loss=[1.0, 2.0]), _reply(2, 8.0, loss=odd), _reply(3, 2.0, loss=[3.0, 4.0])]
+        arrays, metrics = FusedFedAvg(streaming=streaming).aggregate_train(1, replies)
+        assert arrays is not None and metrics is not None and metrics["loss"] == [2.0, 3.0]
+        assert read_arrays(arrays)["w"].tolist() == [1.5] * 3
+
+
+def test_an_odd_reply_to_an_evaluation_is_left_out_and_does_not_end_the_run() -> None:
+    odd = [{"loss": [1.0]}, {"other": 1.0}, {"num-examples": [1, 2]}, {"num-examples": math.inf}, {"num-examples": -1}]
+    replies = [_reply(1, 0.0, loss=1.0), *(_reply(2 + i, 0.0, **metrics) for i, metrics in enumerate(odd))]
+    empty = make_message(Metadata(1, "8", 8, 1, "0", "", 0.0, 9.0, "evaluate"), RecordDict())
+    found = FusedFedAvg().aggregate_evaluate(1, [*replies, empty, _reply(9, 0.0, loss=3.0)])
+    assert found is not None and found["loss"] == 2.0
+    assert FusedFedAvg().aggregate_evaluate(1, [_reply(1, 0.0, **{"num-examples": 0})]) is None
+    assert FusedFedAvg().aggregate_evaluate(1, []) is None
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_becomes_of_a_client_with_nan_is_for_the_policy_to_say(streaming: bool) -> None:
+    found = {}
+    for nonfinite in ("skip", "propagate", "raise"):
+        strategy = FusedFedAvg(nonfinite=nonfinite, streaming=streaming)
+        replies = [_reply(1, 1.0), _reply(2, math.nan), _reply(3, 2.0)]
+        if nonfinite == "raise":
+            with pytest.raises(ValueError, match="node 2 sent infinity or NaN in round 1; nonfinite='skip' leaves"):
+                strategy.aggregate_train(1, replies)
+            continue
+        arrays, _ = strategy.aggregate_train(1, replies)
+        assert arrays is not None
+        found[nonfinite] = read_arrays(arrays)["w"]
+    assert found["skip"].tolist() == [1.5] * 3 and bool(found["propagate"].isnan().all())
+
+
+def test_streaming_has_one_upload_at_a_time() -> None:
+    sent: list[weakref.ref[Any]] = []
+    there = []
+
+    def replies() -> Iterator[Message]:
+        for node in range(6):
+            reply = _reply(node, float(node))
+            sent.append(weakref.ref(reply.content["arrays"]["w"]))
+            yield reply
+            del reply
+            there.append(sum(array() is not None for array in sent))
+
+    gc.collect()
+    gc.disable()  # a few large arrays do not call it either
+    try:
+        arrays, _ = FusedFedAvg(streaming=True).aggregate_train(1, replies())
+    finally:
+        gc.enable()
+    assert arrays is not None and read_arrays(arrays)["w"].tolist() == [2.5] * 3
+    assert there == [0] * 6
+
+
 def test_options_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="nonfinite is 'drop'; skip, raise or propagate"):
         FusedFedAvg(nonfinite="drop")
-    with pytest.raises(ValueError, match=r"lr is 0\.5 with streaming; 1 is accepted"):
-        FusedFedAvg(lr=0.5, streaming=True)
+    with pytest.raises(ValueError, match="lr is nan; a finite number is accepted"):
+        FusedFedAvg(lr=math.nan)
     with pytest.raises(TypeError, match="fraction"):
         FusedFedAvg(fraction=0.5)
 

@@ -13,6 +13,7 @@ from pfl_ext import ops
 from pfl_ext.ops._declare import OPS
 
 _SHAPES = ((5,), (7, 3), (2000,), (0,))
+_LOGITS = ((9, 1100),) * 3
 
 
 def _numbers(*shapes: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -48,25 +49,49 @@ def _stepped(x: list[Tensor]) -> list[Tensor]:
     return params
 
 
+def _added(x: list[Tensor]) -> list[Tensor]:
+    sums, client, _ = _parts(x)
+    OPS["accumulate_"](sums, client, 0.5)
+    return sums
+
+
+def _labelled(seed: int) -> list[Tensor]:
+    """Logits of a student and a teacher, classes and labels, of which some do not count."""
+    student, teacher, noise = _numbers(*_LOGITS, seed=seed)
+    return [student, teacher, noise[:, 0].sign().long(), noise.sign()]
+
+
+def _with_labels(x: list[Tensor]) -> list[Tensor]:
+    student, teacher, classes, labels = x
+    one = ops.distillation_loss(student, teacher, classes, 0.5, 2.0, ignore_index=-1)
+    several = ops.distillation_loss(student, teacher, labels, 0.5, 2.0, multilabel=True, ignore_index=-1)
+    return [one, several]
+
+
 def _divergence(x: list[Tensor]) -> list[Tensor]:
     log_q, total = OPS["spectral_teacher"](x[0][:1], 64, 64)
     return [OPS["half_spectrum_divergence_"](x[0], log_q, total, 64, 64, 0, True), x[0], log_q, total]
 
 
-_LOGITS = ((9, 1100),) * 3
 _CASES: dict[str, tuple[Callable[[int], list[Tensor]], Callable[[list[Tensor]], list[Tensor]]]] = {
     "weighted_average": (_models, lambda x: ops.weighted_average(list(_parts(x)), [1, 2, 3])),
     "server_update": (_models, lambda x: ops.server_update(_parts(x)[0], list(_parts(x)[1:]), [1, 2], lr=0.5)),
+    "accumulate_": (_models, _added),
     "personalization_scores": (_models, lambda x: [ops.personalization_scores(*_parts(x)[:2])]),
     "lwsam_perturb_": (_models, _perturbed),
     "restore_": (_models, _restored),
     "proximal_sgd_step_": (_models, _stepped),
     "squared_distance": (_models, lambda x: [ops.squared_distance(*_parts(x)[:2])]),
+    "squared_distance_backward": (
+        lambda seed: _numbers((), *_SHAPES * 2, seed=seed),
+        lambda x: OPS["squared_distance_backward"](x[0], x[1 : 1 + len(_SHAPES)], x[1 + len(_SHAPES) :], True, True),
+    ),
     "ensemble_logits": (lambda seed: _numbers(*_LOGITS, seed=seed), lambda x: [ops.ensemble_logits(x)]),
     "ensemble_distillation_loss": (
         lambda seed: _numbers(*_LOGITS, seed=seed),
         lambda x: [ops.ensemble_distillation_loss(x[0], x[1:], temperature=2.0)],
     ),
+    "distillation_loss": (_labelled, _with_labels),
     "half_spectrum_divergence_": (lambda seed: _numbers((3, 33), seed=seed, dtype=torch.complex64), _divergence),
 }
 
