@@ -26,10 +26,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not TOML: it is not UTF-8 ({error.reason})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError of another kind
+        raise ValueError(f"{path} is not TOML: {error}") from None
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -55,6 +55,8 @@ COMMANDS = {
         ("[data]\ndownlod = true", "unknown option 'downlod' of data (did you mean download"),
         ("statistic = 3", "statistic is 3; accepted is text"),
         ("[method", "is not TOML"),
+        pytest.param("a = " + "[" * 5000, "some.toml is not TOML", id="deep"),
+        pytest.param("[method]\nlr = 1" + "0" * 5000, "some.toml is not TOML", id="long number"),
     ],
 )
 def test_what_a_file_may_not_hold_is_one_line(

@@ -127,7 +127,7 @@ def _open(folder: Path) -> tuple[Inputs, Tensor | None]:
             from safetensors.torch import load_file
 
             targets = load_file(folder / "targets.safetensors")["targets"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the cache {folder} is damaged ({error}): remove it, so that it is made anew") from error
     return inputs, targets
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.synchronize import Barrier
+from multiprocessing import resource_tracker, util
+from multiprocessing.synchronize import Barrier, SemLock
 from typing import Any
 
 __all__ = ["Processes", "kept_processes", "leave_if_imported_by_a_worker"]
@@ -100,7 +100,10 @@ class Processes:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         context = multiprocessing.get_context("spawn")
         self.count, self.ids = count, list[int]()
+        registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
+        earlier = set(registry)
         self._pool = ProcessPoolExecutor(count, context, initializer=_start, initargs=(context.Barrier(count),))
+        finalizers = [last for key, last in list(registry.items()) if key not in earlier]
         self._last: list[Future[Any]] = []
         others = set(multiprocessing.active_children())
         answers = [self._pool.submit(_once, _identity, ()) for _ in range(count)]
@@ -118,6 +121,11 @@ class Processes:
                     "does below `if __name__ == '__main__':`, or use workers=1"
                 ) from None
             raise
+        for last in finalizers:
+            # All have opened their semaphores: without names these end with the processes. By its name one would stay
+            # in /dev/shm for good where the whole group is killed, Python's tracker of semaphores with it.
+            if last._callback is SemLock._cleanup:  # type: ignore[attr-defined]
+                last()
         self.seconds = time.perf_counter() - begin
 
     @staticmethod

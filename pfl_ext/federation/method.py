@@ -86,6 +86,15 @@ class Method(Options, abc.ABC):
     local_epochs: int = option(1, "passes over a client's data in a round")
     local_steps: int = option(0, "steps in a round instead of passes; 0: passes")
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse values that no guard would see, such as ``needs = "class"``."""
+        super().__init_subclass__(**more)
+        guards = ("private", "several_networks", "public", "needs_validation")
+        accepted: dict[str, tuple[Any, ...]] = dict.fromkeys(guards, (True, False))
+        for name, values in (accepted | {"needs": ("nothing", "logits", "classes")}).items():
+            if (value := getattr(cls, name)) not in values:
+                raise TypeError(f"{name} of {cls.__name__} is {value!r}; accepted: {', '.join(map(repr, values))}")
+
     def __post_init__(self) -> None:
         """Refuse what cannot work before a run begins."""
         super().__post_init__()

@@ -96,9 +96,11 @@ def test_a_cache_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"is damaged \(.* has 1,919 bytes, not 1,920\): remove it"):
         Dataset.from_torch(Images(40), cache=tmp_path)
-    (tmp_path / file.parent.name / "about.json").write_text(json.dumps({"leaves": "none"}))
-    with pytest.raises(ValueError, match="is damaged"):
-        Dataset.from_torch(Images(40), cache=tmp_path)
+    about = tmp_path / file.parent.name / "about.json"
+    for wrong in (json.dumps({"leaves": "none"}), json.dumps({"leaves": [], "form": 3}), "[" * 200_000):
+        about.write_text(wrong)
+        with pytest.raises(ValueError, match="is damaged"):
+            Dataset.from_torch(Images(40), cache=tmp_path)
 
 
 def test_a_stored_tensor_travels_as_the_name_of_its_file(tmp_path: Path) -> None:

@@ -136,6 +136,18 @@ def test_a_parent_that_is_killed_leaves_no_worker_and_the_next_run_removes_its_f
     assert not scratch.exists()
 
 
+def test_a_group_that_is_killed_leaves_no_semaphores(start: Start, tmp_path: Path) -> None:
+    process = start(tmp_path, "--workers", "2")
+    _until(lambda: _rounds(tmp_path) > 0 or process.poll() is not None)
+    # Of the workers: they have opened them by the names that stay.
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in _children(process.pid))
+    names = set(re.findall(r"/\S+/sem\.mp-\w+", maps))
+    assert len(names) >= 4, "none are mapped: this looks at nothing"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not [name for name in names if Path(name).exists()]
+
+
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on_undisturbed(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

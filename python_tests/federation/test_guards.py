@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pfl_ext.algorithms import FedAvg, FedPer
+from pfl_ext.algorithms import METHODS, FedAvg, FedPer
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Client, Diverged, Federation, Settings
+from pfl_ext.federation.requirements import check_run
+from pfl_ext.nn import Networks
+from pfl_ext.tasks import TASKS
 
 QUICK = {"lr": 0.1, "batch_size": 4}
 
@@ -42,6 +46,36 @@ def test_batches_of_a_methods_own_are_refused_under_differential_privacy(
     with pytest.raises(ValueError, match="batches of its own has no differentially private form"):
         Federation(_OwnLoop(**QUICK), network, dataset, partition, Settings(rounds=1, dp_clip=1.0, dp_noise=1.0)).run()
     Federation(_OwnLoop(**QUICK), network, dataset, partition, Settings(rounds=1)).run()
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_what_a_method_says_of_itself_decides_what_it_is_refused_for(
+    name: str, dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    method, classes = METHODS[name](), TASKS["classification"]()
+    no_validation = replace(partition, validation=(torch.empty(0, dtype=torch.int64),) * partition.clients)
+    two_networks = Networks([nn.Linear(4, 3), network])
+    outputs = TASKS["regression"]()
+
+    def refused(holds: bool, message: str, *what: Any) -> None:
+        task, module, part, settings = what
+        if not holds:
+            check_run(method, task, module, dataset, part, settings, {})
+            return
+        with pytest.raises(ValueError, match=message):
+            check_run(method, task, module, dataset, part, settings, {})
+
+    private = Settings(rounds=1, dp_clip=1.0, dp_noise=1.0)
+    refused(not method.private, f"{name} has no differentially private form", classes, network, partition, private)
+    refused(method.needs_validation, "chooses models on validation data", classes, network, no_validation, Settings())
+    refused(method.needs != "nothing", f"{name} needs ", outputs, network, partition, Settings())
+    refused(not method.several_networks, "all need one network", classes, two_networks, partition, Settings())
+
+
+@pytest.mark.parametrize(("name", "value"), [("private", "no"), ("needs", "class"), ("needs_validation", None)])
+def test_a_value_that_no_guard_would_see_is_refused_where_the_class_is_made(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} of Mistaken is {value!r}; accepted: "):
+        type("Mistaken", (FedAvg,), {name: value})
 
 
 class _NoOutput(nn.Linear):

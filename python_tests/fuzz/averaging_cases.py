@@ -155,6 +155,11 @@ def average(case: dict[str, Any], memory: Memory) -> Call:
     return Call(raw, [sums, models[0], weight], written=sums, check=check)
 
 
+def _prepared(model: Any) -> Any:
+    """A list of tensors as it is best given; any other form as it is."""
+    return ops.prepare(model) if isinstance(model, list) else model
+
+
 def _draw_public(choice: random.Random) -> dict[str, Any]:
     count = choice.choice([1, 2, 3, 4, 7])
     normalize = choice.random() < 0.7
@@ -166,6 +171,8 @@ def _draw_public(choice: random.Random) -> dict[str, Any]:
         "lr": choice.choice([1.0, 0.3, 1.7]),
         "out": choice.random() < 0.4,
         "nonfinite": choice.choice(["propagate", "propagate", "raise", "skip"]),
+        "prepared": choice.random() < 0.5,
+        "integers": choice.choice(["round", "round", "first"]),
     }
     if normalize and choice.random() < 0.05:
         case["weights"] = [choice.choice([1.0, 3.0]) * choice.choice([1e308, 1e37, 1e-46, 5e-324])] * count
@@ -213,6 +220,10 @@ def public_average(case: dict[str, Any], memory: Memory) -> Call:
     shares = [w / total for w in used] if total else used
     out: list[Tensor] = []
     options: dict[str, Any] = {"normalize": normalize, "nonfinite": nonfinite}
+    first = case.get("integers") == "first" and nonfinite == "propagate"
+    if first:
+        options["integers"] = "first"
+    ready: Any = _prepared if case.get("prepared") else lambda model: model
     if case["out"]:
         out = [torch.empty_like(x) for x in values[0]]
         into: Any = {f"layer.{t}": x for t, x in enumerate(out)} if form == "dict" else out
@@ -233,6 +244,9 @@ def public_average(case: dict[str, Any], memory: Memory) -> Call:
         for t in range(len(before[0])):
             start = server_tensors[t].double() if op == "server_update" else torch.zeros((), dtype=torch.float64)
             truth, size = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+            if first and not before[0][t].is_floating_point():
+                sums.append((before[0][t].double(), size))
+                continue
             for c, share in zip(kept, shares, strict=True):
                 truth = truth + share * (before[c][t].double() - start)
                 size = size + abs(share) * (before[c][t].double().abs() + start.abs())
@@ -246,17 +260,25 @@ def public_average(case: dict[str, Any], memory: Memory) -> Call:
         def stream(models: Any, numbers: Any) -> Any:
             running = ops.StreamingAverage(**options)
             for model, weight in zip(models, numbers, strict=True):
-                running.add(model, weight)
+                running.add(ready(model), weight)
             return running.result(into) if out else running.result()
 
         return Call(stream, [given, case["weights"]], check=check, may_refuse=refuse)
     if out:
         options["out"] = into
+
+    def averaged(models: Any, *rest: Any, **named: Any) -> Any:
+        models = [ready(model) for model in models] if isinstance(models, list) else models
+        return ops.weighted_average(models, *rest, **named)
+
+    def updated(start: Any, models: Any, *rest: Any, **named: Any) -> Any:
+        models = [ready(model) for model in models] if isinstance(models, list) else models
+        return ops.server_update(ready(start), models, *rest, **named)
+
     if op == "server_update":
-        return Call(
-            ops.server_update, [server, given, case["weights"]], {**options, "lr": lr}, check=check, may_refuse=refuse
-        )
-    return Call(ops.weighted_average, [given, case["weights"]], options, check=check, may_refuse=refuse)
+        arguments = [server, given, case["weights"]]
+        return Call(updated, arguments, {**options, "lr": lr}, check=check, may_refuse=refuse)
+    return Call(averaged, [given, case["weights"]], options, check=check, may_refuse=refuse)
 
 
 def _draw_nonfinite(choice: random.Random) -> dict[str, Any]:

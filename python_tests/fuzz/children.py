@@ -20,7 +20,8 @@ __all__ = ["Report", "read_corpus", "run"]
 
 FOLDER = Path(__file__).resolve().parent
 SECONDS = 60.0  # of one case; a machine under load takes long to start a thread
-BATCH = 2000  # cases until a child is replaced: what one leaves behind must not hide in the next for ever
+# Cases until a child is replaced, which takes as long as 700 cases: what one leaves behind must not hide for ever.
+BATCH = 5000
 
 
 @dataclass

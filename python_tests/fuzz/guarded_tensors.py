@@ -96,6 +96,8 @@ def _view(storage: Tensor, shape: list[int], layout: str) -> Tensor:
     """The tensor in its memory: dense, or with gaps that belong to nobody."""
     start = _MARGIN + (1 if layout == "offset" else 0)
     count = math.prod(shape)
+    if layout == "channels last":  # of images and of the weights of convolutions, as the kernels take them
+        return storage[start : start + count].view([shape[0], *shape[2:], shape[1]]).movedim(-1, 1)
     if layout == "transposed" and len(shape) >= 2:
         turned = [*shape[:-2], shape[-1], shape[-2]]
         return storage[start : start + count].view(turned).transpose(-1, -2)
@@ -116,7 +118,8 @@ class Memory:
     def make(self, description: dict[str, Any]) -> Tensor:
         """The tensor of a description. Asked twice, it makes two."""
         shape, dtype = description["shape"], dtype_of(description["dtype"])
-        room = 2 * _MARGIN + 4 + 2 * math.prod(shape) + 4 * math.prod(shape[:-1])
+        extent = {"strided": 2 * math.prod(shape), "sliced": math.prod(shape) + 3 * math.prod(shape[:-1])}
+        room = 2 * _MARGIN + 4 + extent.get(description["layout"], math.prod(shape))
         storage = torch.full((room * dtype.itemsize,), _GUARD, dtype=torch.uint8).view(dtype)
         tensor = _view(storage, shape, description["layout"])
         tensor.copy_(_values(description))
@@ -130,6 +133,11 @@ class Memory:
                 copy = bytes_before.clone().view(storage.dtype)
                 return copy.as_strided(own.shape, own.stride(), own.storage_offset())
         raise KeyError("the tensor is not of this memory")
+
+    def reset(self) -> None:
+        """Bring all memory back to what it was before the call."""
+        for _, storage, bytes_before in self._storages:
+            storage.view(torch.uint8).copy_(bytes_before)
 
     def changed(self, written: list[Tensor]) -> str | None:
         """What was changed that should not have been: inputs, and all memory around ``written``."""

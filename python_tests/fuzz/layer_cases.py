@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pfl_ext import ops
 from pfl_ext.ops._arguments import accumulate_type
 from pfl_ext.ops._declare import OPS
-from pfl_ext.ops.training import LAYERS
+from pfl_ext.ops.training import LAYERS, _outputs
 
 _VALUES = ("normal", "normal", "normal", "small", "zeros", "equal")
 
@@ -168,31 +168,46 @@ def conv_pool_relu(case: dict[str, Any], memory: Memory) -> Call:
             check=lambda got: forward(got[0].permute(0, 3, 1, 2), got[1].permute(0, 3, 1, 2)),
             may_refuse=needs_layout or not fits,
         )
-    if public:
-        return Call(
-            ops.conv_pool_relu, [x, weight, bias], check=lambda got: forward(got, None), may_refuse=min(a.shape) == 0
-        )
 
-    def backward(got: Any) -> str | None:
+    def backward(got: Any, places: Tensor, for_x: bool = True) -> str | None:
         reference = OPS["conv_pool_relu_backward"].reference
-        double = [memory.before(t).double().contiguous() for t in (grad, x, weight)]
-        places = memory.before(which)
+        double = [g, *(t.permute(0, 2, 3, 1).contiguous() for t in (a, w))]
         truth = reference(double[0], places, double[1], double[2], True)
         sizes = reference(double[0].abs(), places, double[1].abs(), double[2].abs(), True)
         count = g.numel() // max(g.shape[3], 1) + terms + len(w)
         for name, mine, right, size in zip(("x", "weight", "bias"), got, truth, sizes, strict=True):
-            if name == "x" and not case["for_x"]:
+            if name == "x" and not for_x:
                 continue
             if wrong := compare(f"to {name}", mine, right, size, count, accumulate):
                 return wrong
         return None
+
+    def check_public(got: Any) -> str | None:
+        if wrong := forward(got[0], None):
+            return wrong
+        each, size = cells(F.conv2d(a, w, b)), cells(F.conv2d(a.abs(), w.abs(), b.abs()))
+        best = torch.cat([each, torch.zeros_like(each[..., :1])], -1).topk(2, -1)  # the fifth: cut by ReLU
+        clear = best.values[..., 0] - best.values[..., 1] > 4 * terms * torch.finfo(accumulate).eps * size.amax(-1)
+        if not bool(clear.all()):  # either place is right, and has another gradient
+            return None
+        images = [t.permute(0, 2, 3, 1) if t.dim() == 4 else t for t in got[1]]
+        return backward(images, best.indices[..., 0].permute(0, 2, 3, 1))
+
+    if public:
+
+        def with_gradients(x: Any, weight: Any, bias: Any) -> Any:
+            leaves = [leaf(t) for t in (x, weight, bias)]
+            result = ops.conv_pool_relu(*leaves)
+            return result, list(torch.autograd.grad(result, leaves, grad.permute(0, 3, 1, 2)))
+
+        return Call(with_gradients, [x, weight, bias], check=check_public, may_refuse=min(a.shape) == 0)
 
     wild = case["which"]["range"][1] > 5
     empty = 0 in (*x.shape, *weight.shape, *grad.shape)
     return Call(
         torch.ops.pfl_ext.conv_pool_relu_backward,
         [grad, which, x, weight, case["for_x"]],
-        check=(lambda got: None) if empty or wild else backward,
+        check=(lambda got: None) if empty or wild else lambda got: backward(got, memory.before(which), case["for_x"]),
         may_refuse=needs_layout or not fits or wild,
     )
 
@@ -210,12 +225,18 @@ def _draw_training(choice: random.Random) -> dict[str, Any]:
         outputs = choice.choice([2, 10, 37])
         shapes += [[outputs, inputs], [outputs]]
         inputs = outputs
-    first = [samples, shapes[0][1]]
+    first, raw = [samples, shapes[0][1]], choice.random() < 0.3
+    # Weights of convolutions are to be channels last; others are refused.
+    images = "channels last" if choice.random() < 0.9 else "contiguous"
+    layouts = [images if len(shape) == 4 else "contiguous" for shape in shapes]
     return {
         "layers": ["conv_pool_relu"] * convolutions + ["linear_relu"] * hidden + ["linear"],
-        "x": draw_tensor(choice, image if convolutions else first, dtype, "normal", "contiguous"),
+        "x": draw_tensor(choice, image if convolutions else first, dtype, "normal", "contiguous" if raw else None),
         **{
-            name: [draw_tensor(choice, shape, dtype, "normal", "contiguous") for shape in shapes]
+            name: [
+                draw_tensor(choice, shape, dtype, "normal", layout)
+                for shape, layout in zip(shapes, layouts, strict=True)
+            ]
             for name in ("params", "anchors", "buffers")
         },
         "targets": [choice.randrange(outputs) for _ in range(samples)],
@@ -224,7 +245,7 @@ def _draw_training(choice: random.Random) -> dict[str, Any]:
         "momentum": choice.choice([0.0, 0.9]),
         "weight_decay": choice.choice([0.0, 0.01]),
         "first": choice.random() < 0.3,
-        "raw": choice.random() < 0.3,
+        "raw": raw,
     }
 
 
@@ -242,7 +263,10 @@ def train_step(case: dict[str, Any], memory: Memory) -> Call:
         image = memory.before(x).double()
         image = image.permute(0, 2, 3, 1) if image.dim() == 4 else image
         lists = [expected[0], expected[1] if mu else [], expected[2]]
-        OPS["train_step_"].reference(*lists, image, targets, numbers, lr, lam, mu, decay, case["first"])
+        logits = _outputs(expected[0], image, numbers)
+        loss = OPS["train_step_"].reference(*lists, image, targets, numbers, lr, lam, mu, decay, case["first"])
+        if wrong := compare("loss", got, loss, 1 + 2 * logits.abs().max(), 1000, x.dtype):
+            return wrong
         # A hundred roundings of the largest number of each tensor: beside ReLU's corner either side would be right,
         # but numbers that are drawn do not come that near to it.
         for what, mine, before, after in (
@@ -255,7 +279,7 @@ def train_step(case: dict[str, Any], memory: Memory) -> Call:
         return None
 
     written = [*params, *buffers]
-    may_refuse = "conv_pool_relu" in layers  # whose weights are not channels-last here, unless they have one channel
+    may_refuse = len(params[0].shape) == 4 and case["params"][0]["layout"] != "channels last"
     if case["raw"]:
         inputs = x.permute(0, 2, 3, 1).contiguous() if x.dim() == 4 else x
         arguments = [params, buffers, anchors, inputs, targets, numbers, lr, lam, mu, decay, case["first"]]

@@ -11,13 +11,13 @@ import layer_cases  # noqa: F401
 import spectral_cases  # noqa: F401
 import torch
 import weights_cases  # noqa: F401
-from call import DRAWN, NATIVE, bits
+from call import DRAWN, NATIVE, Call, bits
 from guarded_tensors import Memory
 from known import KNOWN, known
 from torch import Tensor
 from wrong_arguments import damaged, draw_damage
 
-__all__ = ["covered", "draw", "judge"]
+__all__ = ["called", "covered", "draw", "judge"]
 
 _REFUSALS = (ValueError, TypeError, RuntimeError)
 _NEVER_SAID = ("INTERNAL ASSERT", "bad_alloc", "vector::", "std::")
@@ -56,8 +56,18 @@ def _refusal(error: BaseException) -> str | None:
     return next((f"refused with {word!r}: {message.splitlines()[0]}" for word in _NEVER_SAID if word in message), None)
 
 
-def _run(case: dict[str, Any], threads: int) -> tuple[str | None, list[bytes] | None]:
-    """What is wrong, and the bits of all results where they must not depend on the number of threads."""
+def called(call: Call, arguments: list[Any], options: dict[str, Any], threads: int) -> Any:
+    """The result, or the exception."""
+    torch.set_num_threads(threads)
+    try:
+        return call.function(*arguments, **options)
+    except Exception as error:
+        return error
+    finally:
+        torch.set_num_threads(1)  # what follows is faster on one
+
+
+def _found(case: dict[str, Any]) -> str | None:
     memory = Memory()
     call = DRAWN[case["family"]].build(case["case"], memory)
     arguments, options = call.arguments, call.options
@@ -65,32 +75,37 @@ def _run(case: dict[str, Any], threads: int) -> tuple[str | None, list[bytes] | 
     if wrong and "seed" in wrong:
         wrong = case["damage"] = draw_damage(wrong["seed"], arguments, options)
     if fault := known(case, "", KNOWN):
-        return f"known: {fault}", None
+        return f"known: {fault}"
     if wrong:
         arguments, options = damaged(wrong, arguments, options)
-    torch.set_num_threads(threads)
-    try:
-        result = call.function(*arguments, **options)
-    except Exception as error:
+    result = called(call, arguments, options, case["threads"])
+    if isinstance(result, Exception):
         if not (wrong or call.may_refuse):
-            return f"refused without a reason: {type(error).__name__}: {error}", None
-        return _refusal(error) or memory.changed([]), None
+            return f"refused without a reason: {type(result).__name__}: {result}"
+        return _refusal(result) or memory.changed([])
     if wrong:
         # It may have been an argument like any other; what it should not touch is the same in any case.
-        return memory.changed(call.written + call.writable), None
+        return memory.changed(call.written + call.writable)
     if changed := memory.changed(call.written):
-        return changed, None
-    found = [bits(x) for x in _tensors(result) + call.written] if call.again else None
-    return call.check(result), found
+        return changed
+    alone = case["threads"] == 1 or not call.again or not NATIVE
+    found = None if alone else [bits(x) for x in _tensors(result) + call.written]
+    if (finding := call.check(result)) or alone:
+        return finding
+    # The same bits need no second comparison.
+    memory.reset()
+    result = called(call, arguments, options, 1)
+    if isinstance(result, Exception):
+        return f"refused with one thread and not with {case['threads']}: {type(result).__name__}: {result}"
+    if changed := memory.changed(call.written):
+        return changed
+    same = found == [bits(x) for x in _tensors(result) + call.written]
+    return None if same else f"other bits with {case['threads']} threads than with one"
 
 
 def judge(case: dict[str, Any]) -> str | None:
     """Run a case. None if all is well, ``known: ...`` if it was left out, else what is wrong."""
-    finding, found = _run(case, case["threads"])
-    if finding is None and found is not None and case["threads"] > 1 and NATIVE:
-        finding, alone = _run(case, 1)
-        if finding is None and alone != found:
-            finding = f"other bits with {case['threads']} threads than with one"
+    finding = _found(case)
     if finding is not None and not finding.startswith("known: ") and (fault := known(case, finding, KNOWN)):
         return f"known: {fault}"
     return finding

@@ -8,7 +8,7 @@ from typing import Any
 import op_cases
 import pytest
 import torch
-from call import DRAWN, Call, compare
+from call import DRAWN, NATIVE, Call, compare
 from children import read_corpus, run
 from guarded_tensors import LAYOUTS, Memory, draw_tensor
 
@@ -16,11 +16,26 @@ from pfl_ext import _native, ops
 from pfl_ext.ops._declare import OPS
 
 CASES = 2000
+_OF_THE_LIBRARY = {"end_prepared_", "proximal_sgd_step_again_"}  # called where there are tickets
 BACKENDS = [*_native.available_isas(), "plain"]
 
 
 def test_there_are_cases_of_every_public_and_every_raw_op() -> None:
     assert op_cases.covered() == {f"ops.{name}" for name in ops.__all__} | {f"raw.{name}" for name in OPS}
+
+
+def test_every_raw_op_is_reached_and_few_sound_cases_are_refused() -> None:
+    drawn = [case for case in (op_cases.draw(1, number) for number in range(640)) if "damage" not in case]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        assert not [finding for finding in map(op_cases.judge, drawn) if finding]
+    expected = set(OPS) if NATIVE else {name for name in OPS if name not in _OF_THE_LIBRARY}
+    assert {event.key for event in seen.key_averages()} >= {f"pfl_ext::{name}" for name in expected}
+    calls = [DRAWN[case["family"]].build(case["case"], Memory()) for case in drawn]
+    results = [op_cases.called(call, call.arguments, call.options, 1) for call in calls]
+    for family in set(DRAWN) - {"overlapping_out"}:
+        answers = [x for x, case in zip(results, drawn, strict=True) if case["family"] == family]
+        # Convolutions refuse images that are smaller than their kernel.
+        assert sum(isinstance(x, Exception) for x in answers) <= len(answers) / 2, family
 
 
 @pytest.mark.parametrize("number", range(len(BACKENDS)), ids=BACKENDS)

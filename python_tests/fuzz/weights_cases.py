@@ -49,8 +49,13 @@ def _draw_step(choice: random.Random) -> dict[str, Any]:
 
 
 def _prepared_step(params: Any, grads: Any, anchors: Any, *numbers: Any, momentum_buffers: Any, **options: Any) -> None:
+    """The same step twice from the same numbers: the second one is asked for in a word."""
     lists = [ops.prepare(x) for x in (params, grads, anchors)]
     buffers = ops.prepare(momentum_buffers)
+    begin = [x.clone() for x in (*lists[0], *buffers)]
+    ops.proximal_sgd_step_(*lists, *numbers, momentum_buffers=buffers, **options)
+    for x, value in zip((*lists[0], *buffers), begin, strict=True):
+        x.copy_(value)
     ops.proximal_sgd_step_(*lists, *numbers, momentum_buffers=buffers, **options)
 
 
@@ -165,11 +170,13 @@ def _draw_perturb(choice: random.Random) -> dict[str, Any]:
         "p": choice.choice([2.0, 2.0, 2.0, 1.0, math.inf, 3.0, 1.5, 4.7, 1.1]),
         "norm": choice.choice(["global", "layer"]),
         "odd": choice.random() < 0.3,
+        "prepared": choice.random() < 0.5,
     }
     case["literal"] = choice.random() < 0.2 and 1 < case["p"] < math.inf
     if choice.random() < 0.03:
         whole = {"shape": [64], "dtype": choice.choice(FLOATS), "layout": "contiguous", "values": "normal"}
         case |= {"params": [{**whole, "seed": 1}], "grads": [{**whole, "seed": 2}], "groups": None, "alias": True}
+    case["restore_threads"] = choice.choice([1, 3])
     if case["p"] == math.inf:
         case["p"] = "inf"  # JSON has none
     return case
@@ -225,7 +232,9 @@ def perturb(case: dict[str, Any], memory: Memory) -> Call:
             size = torch.where(usual, w.abs() + step, torch.full_like(step, limits.max))
             if wrong := compare(f"param {t}", x, truth, size, terms, accumulate):
                 return wrong
-        (ops.restore_ if not case["raw"] else torch.ops.pfl_ext.restore_)(params, backup)
+        torch.set_num_threads(case.get("restore_threads", 1))
+        given = ops.prepare(params) if case.get("prepared") and not case["raw"] else params
+        (ops.restore_ if not case["raw"] else torch.ops.pfl_ext.restore_)(given, backup)
         for t, x in enumerate(params):
             if bits(x) != bits(memory.before(x)):
                 return f"restore_ gave param {t} other bits"
@@ -237,8 +246,12 @@ def perturb(case: dict[str, Any], memory: Memory) -> Call:
         arguments = [params, backup, grads, vector, groups, layers, rho, p, literal, per_layer]
         return Call(torch.ops.pfl_ext.lwsam_perturb_, arguments, written=written, check=check, may_refuse=alias)
     options = {"groups": case["groups"], "literal_exponent": literal, "backup": backup}
+
+    def prepared(params: Any, grads: Any, *rest: Any, **named: Any) -> Any:
+        return ops.lwsam_perturb_(ops.prepare(params), ops.prepare(grads), *rest, **named)
+
     return Call(
-        ops.lwsam_perturb_,
+        prepared if case.get("prepared") else ops.lwsam_perturb_,
         [params, grads, scores, rho, p, case["norm"]],
         options,
         written=written,
