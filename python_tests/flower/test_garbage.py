@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
 
 from example_files import load_file
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, RecordDict
-from flwr.app.message import make_message
-from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
+from flower_in_process import Nodes, node_context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from pfl_ext.algorithms import METHODS
 from pfl_ext.federation import Federation, Settings
@@ -88,46 +86,9 @@ def _change(content: RecordDict, chance: random.Random) -> None:
         content[name] = ArrayRecord(arrays)
 
 
-class _InProcess(Grid):
-    """Nodes in this process, of which one changes what it answers."""
-
-    def __init__(self, run: Any, change: Callable[[RecordDict], None]) -> None:
-        self._app = client_app(
-            run.method, network=run.network, settings=run.settings, data=run.data, auxiliary=run.auxiliary
-        )
-        self._change, self._answers = change, dict[str, Message]()
-        self._contexts = {100 + k: Context(1, 100 + k, {"partition-id": k}, RecordDict(), {}) for k in range(6)}
-
-    def get_node_ids(self) -> list[int]:
-        return list(self._contexts)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        names = []
-        for message in messages:
-            name, node = f"message {len(self._answers)}", message.metadata.dst_node_id
-            about = Metadata(1, name, node, 1, name, "", 0.0, 9.0, message.metadata.message_type)
-            try:
-                content = self._app(message, self._contexts[node]).content
-            except Exception as error:
-                self._answers[name] = make_message(about, error=Error(1, str(error)))
-            else:
-                if node == 100 + BAD and '"hello"' not in str(message.content["pfl_ext"]["json"]):
-                    self._change(content)
-                self._answers[name] = make_message(about, content)
-            names.append(name)
-        return names
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [self._answers[name] for name in message_ids]
-
-    set_run = run = create_message = send_and_receive = None  # type: ignore[assignment]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], Federation]]:
     """Runs a method on such nodes; its records, and what the server has."""
-    for which in ("_task_id", "_run_id", "_node_id"):  # as a simulation sets it, for messages
-        monkeypatch.setattr(TaskIdentity, which, 1)
     dataset, partition = CODE.whole()
     monkeypatch.setattr(CODE, "whole", lambda: (dataset, partition))  # once, and not for every message
 
@@ -137,7 +98,16 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], Feder
         given = dataclasses.replace(CODE.given(name), settings=Settings(diverged="drop", **settings))
         if method is not None:
             given = dataclasses.replace(given, method=METHODS[name](lr=0.1, batch_size=4, **method))
-        engine = GridEngine(_InProcess(given, change), given.parts({}).run, timeout=5, wait=5)
+
+        def changed(node: int, message: Message, content: RecordDict) -> None:
+            if node == 100 + BAD and '"hello"' not in str(message.content["pfl_ext"]["json"]):
+                change(content)
+
+        app = client_app(
+            given.method, network=given.network, settings=given.settings, data=given.data, auxiliary=given.auxiliary
+        )
+        contexts = {100 + k: node_context(100 + k, {"partition-id": k}) for k in range(CODE.CLIENTS)}
+        engine = GridEngine(Nodes(app, contexts, monkeypatch, changed), given.parts({}).run, timeout=5, wait=5)
         engine.gather(CODE.CLIENTS)
         federation = Federation(
             given.method, given.network(dataset), dataset, partition, given.settings, engine=engine,
