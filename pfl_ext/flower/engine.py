@@ -21,7 +21,7 @@ from pfl_ext.ops import all_finite
 from .arrays import copied, record_of, records_in
 from .elsewhere import Introduction
 from .grid import arriving, content_of
-from .records import question_of, read_answer, read_reply, request_of, told
+from .records import REPORTS, question_of, read_answer, read_reply, request_of, told
 
 __all__ = ["GridEngine", "Lost"]
 
@@ -144,6 +144,7 @@ class GridEngine(Here):
         self._runtime = ClientRuntime(plan, ClientStore(0, self._kept))
         self._server: Mapping[str, Tensor] = {}
         self._kinds: dict[int, dict[int, _Kinds]] = {}
+        self._reported: dict[int, set[str]] = {}
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Have them for the requests that follow."""
@@ -213,6 +214,10 @@ class GridEngine(Here):
         """The reply of a message, or an error that tells why there is none."""
         try:
             reply = read_reply(_content(answer), request)
+            names = self._reported.setdefault(request.client, set())
+            if len(names | reply.report.keys()) > REPORTS:
+                raise ValueError(f"it has reported numbers of more than {REPORTS} names")
+            names.update(reply.report)
         except ValueError as error:
             return Reply(request.client, error=Lost(request.client, request.round, told(error)))
         if reply.error is None:

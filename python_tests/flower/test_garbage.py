@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -26,7 +27,7 @@ CODE = load_file(Path(__file__).parent / "in_simulation.py")
 BAD = 2
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 7, 2**53, 10**400, 1e308, -0.5, math.nan, math.inf),
-    *("", "model", "a\nb\x1b[2J", "9" * 5000, [], [1], [[]], {}, {"model": 1}, {"a": {"b": [None]}}),
+    *("", "model", "a\nb\x1b[2J", "9" * 5000, "\ud800", [], [1], [[]], {}, {"model": 1}, {"a": {"b": [None]}}),
 )
 
 
@@ -156,3 +157,20 @@ def test_a_client_that_is_asked_alone_is_compared_with_what_others_sent_before(
     method, rounds = ({"buffer": 2}, 8) if name == "fedbuff" else ({}, 16)
     found = run(name, change, method, rounds=rounds, participation=0.34, seed=1, clock="log-normal")
     assert _check(*found, rounds) >= 1
+
+
+def test_a_client_that_reports_other_names_in_every_round_is_left_out_when_they_are_too_many(
+    run: Callable[..., tuple[list[Any], Federation]],
+) -> None:
+    answers = itertools.count()
+
+    def change(content: RecordDict) -> None:
+        plain = json.loads(str(content["pfl_ext"]["json"]))
+        if plain["work"][1]:  # a training, not an evaluation
+            number = next(answers)
+            plain["report"] = {f"{number}/{i}": 0.0 for i in range(400)}
+            content["pfl_ext"] = ConfigRecord({"json": json.dumps(plain)})
+
+    records, federation = run("fedavg", change, rounds=4)
+    assert _check(records, federation, 4) == 2
+    assert [bool(record.get("dropped")) for record in records] == [False, False, True, True]
