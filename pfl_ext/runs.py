@@ -86,6 +86,7 @@ def run_in(
     log: Sequence[str | LoggerFactory] = (),
     progress: Progress | None = None,
     make: Callable[..., Federation] | None = None,
+    labels: bool = True,
     seen: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Mapping[str, Any]:
     """Run an experiment in a folder, with everything a results folder has; returns the last round's record.
@@ -103,6 +104,7 @@ def run_in(
         log: loggers that get every record too: names of :data:`pfl_ext.reports.LOGGERS`, or what makes one.
         progress: the display of the runs that this is one of; by default one of its own.
         make: makes the federation, where that is not :meth:`Experiment.make` alone.
+        labels: whether the data's targets are here, so that the clients' classes can be counted.
         seen: called with every record.
 
     Raises:
@@ -134,7 +136,8 @@ def run_in(
         results.write_json("versions.json", versions())
         with results.replacing("partition.safetensors") as path:
             partition.save(path)
-        results.write_classes(partition.classes(dataset))
+        if labels:
+            results.write_classes(partition.classes(dataset))
         rounds = experiment.settings.rounds
         if progress is None:
             progress = stack.enter_context(Progress(quiet=quiet))

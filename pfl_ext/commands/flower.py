@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> Request:
     for option in method_options(method).values():
         add_option(group, option, "method")
     add_data(parser, basis.partition)
-    add_settings(parser)
+    add_settings(parser, engine=False)
     found = words_of(parser, rest, {"partition": basis.partition, "method": method})
     with explained(found.tables):
         experiment = Experiment.from_sections(found.over({"method": {"name": method}}))

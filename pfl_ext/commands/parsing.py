@@ -182,12 +182,20 @@ def _add_own(group: Any, section: str, names: Iterable[str], options_of: Callabl
         add_option(group, dataclasses.replace(option, help=option.help + of), section, key)
 
 
-def add_settings(parser: Parser) -> None:
-    """Add the options of the federation, a group for each group of settings, those that are asked for most first."""
+def add_settings(parser: Parser, engine: bool = True) -> None:
+    """Add the options of the federation, a group for each group of settings, those that are asked for most first.
+
+    Args:
+        parser: takes them.
+        engine: whether it is the user's to say where clients train.
+    """
     *titles, of_engine = dict.fromkeys(option.group for option in settings_options().values())
-    groups = {title: parser.add_argument_group(title) for title in (*reversed(titles), of_engine)}
+    groups = {
+        title: parser.add_argument_group(title) for title in (*reversed(titles), *([of_engine] if engine else []))
+    }
     for option in settings_options().values():
-        add_option(groups[option.group], option, "federation")
+        if option.group in groups:
+            add_option(groups[option.group], option, "federation")
 
 
 def add_method(parser: Parser, method: str, title_: str) -> None:

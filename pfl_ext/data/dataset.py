@@ -241,7 +241,7 @@ class Dataset:
         Images are scaled to that height and width; grey ones get as many equal channels, colour ones become grey.
         """
         inputs, shape = self.inputs, like.input_shape
-        images = isinstance(inputs, Tensor) and isinstance(like.inputs, Tensor) and inputs.ndim == 4 == len(shape) + 1
+        images = isinstance(inputs, Tensor) and self.images and like.images
         if self.input_shape != shape and not images:
             given, wanted = (str(list(x) if isinstance(x, tuple) else x) for x in (self.input_shape, shape))
             raise ValueError(f"samples of the shape {given} cannot be made images {wanted}: only images are scaled")

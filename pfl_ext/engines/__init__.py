@@ -4,9 +4,9 @@ from pfl_ext.federation import InProcess
 
 from .choice import EngineOptions, make_engine
 from .processes import kept_processes, leave_if_imported_by_a_worker
-from .ranks import LostRank, restarted
+from .ranks import LostRank
 from .streams import Streams
-from .torchrun import Torchrun, begun_before_restart, lead, note_begun
+from .torchrun import Torchrun, begun_before_restart, lead, note_begun, restarted
 from .workers import Workers
 
 __all__ = [

@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["LostRank", "Ranks", "as_bytes", "leave_signals_to_rank_0", "restarted", "under_torchrun"]
+__all__ = ["LostRank", "Ranks", "as_bytes", "leave_signals_to_rank_0", "under_torchrun"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = "PFL_EXT_RANK_TIMEOUT"
 _BEAT = 1.0  # seconds between two signs of life
+_POLLS = (0.02, 0.5)  # seconds between two looks for rank 0: at first, and at most
 # A rank may train for hours between two messages: that it is alive is for the signs of life to say, not for a timeout.
 _NO_TIMEOUT = timedelta(days=365)
 
@@ -39,11 +40,6 @@ class LostRank(ConnectionError):
 def under_torchrun() -> bool:
     """Whether this process is one that torchrun, or something like it, has started."""
     return all(name in os.environ for name in _VARIABLES)
-
-
-def restarted() -> bool:
-    """Whether torchrun has started all processes again because one was lost (``--max-restarts``)."""
-    return under_torchrun() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _patience() -> float:
@@ -86,11 +82,11 @@ class Ranks:
     """All ranks of the job, seen from one of them.
 
     Args:
-        store: where they meet.
-        of_job: a store that outlives restarts.
+        of_job: the store where they meet; it outlives restarts.
         rank, size: which this is, and how many there are.
 
     Attributes:
+        start: how often the processes of the job have been started, with this time.
         sent: bytes that this rank has sent, by kind of message.
         uplink: the connections of the uploads.
         gpus: whether each rank of this machine can have a GPU of its own.
@@ -99,12 +95,12 @@ class Ranks:
         broken: whether a rank was lost, or the job is over.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, of_job: dist.Store) -> None:
+    def __init__(self, of_job: dist.Store, rank: int, size: int) -> None:
         """Not called by users: :meth:`join` makes it."""
-        self._of_job = of_job
-        self.rank, self.size = rank, size
+        self._of_job = self._store = of_job
+        self.rank, self.size, self.start = rank, size, 0
         self.sent: dict[str, int] = {}
-        self._store, self._over = store, threading.Event()
+        self._over = threading.Event()
         self.uplink: Any = None
         self.gpus = self.busy = self.broken = False
         self.together = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size
@@ -121,28 +117,56 @@ class Ranks:
         of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             meeting = dist.TCPStore(host, port, None, rank == 0 and not of_agent, timeout=limit, wait_for_workers=False)
+            ranks = cls(dist.PrefixStore("pfl_ext", meeting), rank, size)
+            ranks._meet(limit)
         except RuntimeError as error:
             raise LostRank(f"rank {rank} does not reach rank 0 at {host}:{port} ({_first_line(error)})") from None
-        store = dist.PrefixStore(f"pfl_ext/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", meeting)
-        ranks = cls(store, rank, size, dist.PrefixStore("pfl_ext/job", meeting))
-        ranks._meet(limit)
+        # Before they connect, which waits for as long as it takes: one of them may end in that moment.
+        threading.Thread(target=ranks._watch, args=(ranks._store.clone(),), daemon=True).start()
         ranks._connect()
-        threading.Thread(target=ranks._watch, args=(store.clone(),), daemon=True).start()
         return ranks
 
     def _meet(self, limit: timedelta) -> None:
-        """Say who this is, and wait until all others have."""
-        self._store.set(f"name/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        self._store.set(f"beat/{self.rank}", "0")
-        keys = {r: f"name/{r}" for r in range(self.size)}
-        try:
-            self._store.wait(list(keys.values()), limit)
-        except RuntimeError:
-            absent = [r for r, key in keys.items() if not self._store.check([key])]
-            raise LostRank(
-                f"{_named(absent)} of {self.size} did not start within {limit.seconds} seconds: see what it has "
-                "printed, and whether its machine reaches this one"
-            ) from None
+        """Say who this is, and wait until all others have.
+
+        Rank 0 counts the starts, and all come to the newest. torchrun's own count does not tell them apart: each node
+        counts those for which its own ranks were the cause, and the others' go on with the number that they had.
+        """
+        if self.rank == 0:
+            self._come_to(self._of_job.add("starts", 1))
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([f"name/{r}" for r in range(self.size)], limit)
+                self._store.set("all", "here")
+                return
+        elif self._find_rank_0(time.monotonic() + limit.total_seconds()):
+            return
+        absent = [r for r in range(self.size) if not self._store.check([f"name/{r}"])] if self.start else [0]
+        raise LostRank(
+            f"{_named(absent or [0])} of {self.size} did not start within {limit.seconds} seconds: see what it has "
+            "printed, and whether its machine reaches this one"
+        )
+
+    def _find_rank_0(self, end: float) -> bool:
+        """Come to the newest start until all are there; whether they are before the time is over."""
+        pause, came = _POLLS[0], False
+        while not (came and self._store.check(["all"])):
+            if time.monotonic() > end:
+                return False
+            newest = self._of_job.add("starts", 0)
+            if newest > self.start:
+                came = self._come_to(newest)
+            time.sleep(pause)
+            pause = min(_POLLS[1], 1.3 * pause)
+        return True
+
+    def _come_to(self, start: int) -> bool:
+        """Whether this is the first process of its rank there: else that start is over, and another will follow."""
+        self.start, self._store = start, dist.PrefixStore(f"start {start}", self._of_job)
+        first: bool = self._store.add(f"came/{self.rank}", 1) == 1
+        if first:
+            self._store.set(f"beat/{self.rank}", "0")
+            self._store.set(f"name/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        return first
 
     def _connect(self) -> None:
         """Connections for what is said, and others for uploads, which are under way at the same time."""
@@ -247,11 +271,12 @@ class Ranks:
 
     def note(self, what: str) -> None:
         """Note something for the processes that may be started again after these."""
-        self._of_job.set(what, "noted")
+        self._of_job.set(f"noted/{what}", str(self.start))
 
-    def noted(self, what: str) -> bool:
-        """Whether it was noted, by these processes or by those before them."""
-        return bool(self._of_job.check([what]))
+    def noted_before(self, what: str) -> bool:
+        """Whether processes before these have noted it."""
+        key = f"noted/{what}"
+        return bool(self._of_job.check([key])) and int(self._of_job.get(key)) < self.start
 
     # ---- who is gone -------------------------------------------------------------------------------------------------
 

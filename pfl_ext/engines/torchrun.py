@@ -21,10 +21,10 @@ from pfl_ext.federation.messages import Vector
 from pfl_ext.federation.store import merged
 from pfl_ext.federation.uploads import Here
 
-from .ranks import LostRank, Ranks, leave_signals_to_rank_0, restarted, under_torchrun
+from .ranks import LostRank, Ranks, leave_signals_to_rank_0, under_torchrun
 from .site import Eager, Published, Site, portion, test_rank
 
-__all__ = ["Reduction", "Torchrun", "begun_before_restart", "lead", "note_begun"]
+__all__ = ["Reduction", "Torchrun", "begun_before_restart", "lead", "note_begun", "restarted"]
 
 Reduction: TypeAlias = Literal["exact", "fast"]
 
@@ -67,6 +67,11 @@ def lead(main: Callable[[], int]) -> int:
     return status
 
 
+def restarted() -> bool:
+    """Whether torchrun has started all processes again because one was lost (``--max-restarts``); in :func:`lead`."""
+    return _joined is not None and _joined.start > 1
+
+
 def note_begun(what: str) -> None:
     """Note that this job has begun something, for :func:`begun_before_restart`."""
     if _joined is not None:
@@ -75,7 +80,7 @@ def note_begun(what: str) -> None:
 
 def begun_before_restart(what: str) -> bool:
     """Whether this job had begun that before torchrun started all its processes again."""
-    return _joined is not None and restarted() and _joined.noted(what)
+    return _joined is not None and _joined.noted_before(what)
 
 
 def _end(ranks: Ranks) -> None:
@@ -205,7 +210,8 @@ class Torchrun(Here):
         if _joined is None:
             raise ValueError(
                 "engine is torchrun, and this process is none of torchrun's: torchrun --nproc-per-node 2 -m pfl_ext "
-                "run METHOD ... starts them; a script of your own calls pfl_ext.engines.lead(main)"
+                "run METHOD ... starts them, and a script of your own calls pfl_ext.engines.lead(main); engine=process "
+                "trains in this process"
             )
         self._ranks, self._fast = _joined, reduction == "fast"
         self._started = False

@@ -21,6 +21,7 @@ from pfl_ext.options import of_signature
 from pfl_ext.tasks import Task
 
 from .arrays import copied, record_of, records_in
+from .elsewhere import described
 from .parts import Auxiliary, Given, Network, Parts, Whole, network_digest
 from .records import answer_of, read_question, read_request, reply_of
 from .state import ContextStore, NodeFiles
@@ -143,11 +144,8 @@ class _Node:
             "own": self.own,
             "run": self.parts.run,
             "sizes": {part: len(getattr(cut, part)[k]) for part in ("train", "validation", "test")},
-            "shape": list(dataset.input_shape),
-            "classes": list(dataset.classes),
-            "multilabel": dataset.multilabel,
-            "data": dataset.fingerprint,
             "network": network_digest(self.parts, dataset),
+            **described(dataset),
         }
 
     def _runtime(self) -> _Runtime:

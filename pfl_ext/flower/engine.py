@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any, TypeAlias
 
@@ -20,12 +19,12 @@ from pfl_ext.federation import ClientRuntime, ClientStore, Diverged, Federation,
 from pfl_ext.ops import all_finite
 
 from .arrays import copied, record_of, records_in
+from .elsewhere import Introduction
 from .grid import arriving, content_of
-from .records import question_of, read_answer, read_reply, request_of, told
+from .records import REPORTS, question_of, read_answer, read_reply, request_of, told
 
-__all__ = ["GridEngine", "Introduction", "Lost"]
+__all__ = ["GridEngine", "Lost"]
 
-_MOST_SAMPLES = 1 << 27  # that a node may say it has: the server makes an index of eight bytes for each
 _Kinds: TypeAlias = dict[str, tuple[tuple[int, ...], str]]
 """The shapes and types of an upload's vectors by their names."""
 _TYPES = {"train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
@@ -42,23 +41,6 @@ class Lost(Diverged):
 
 class _Taken(ValueError):
     """Another node has the client's number: perhaps the same one before it was restarted, which Flower forgets late."""
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What a node says of itself."""
-
-    node: int
-    client: int
-    own: bool
-    """Whether it has data of its own, which the server does not have."""
-    run: str
-    sizes: dict[str, int]
-    shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    multilabel: bool
-    data: str
-    network: str
 
 
 class GridEngine(Here):
@@ -127,7 +109,7 @@ class GridEngine(Here):
         messages = [Message(hello, node, MessageType.QUERY, ttl=self.timeout) for node in new]
         for node, answer in zip(new, self._exchange(messages), strict=True):
             try:
-                self._welcome(_introduction(node, _content(answer)))
+                self._welcome(Introduction.read(node, read_answer(_content(answer))))
                 self._refused.pop(node, None)
             except ValueError as error:
                 self._refused[node] = told(error)
@@ -162,6 +144,7 @@ class GridEngine(Here):
         self._runtime = ClientRuntime(plan, ClientStore(0, self._kept))
         self._server: Mapping[str, Tensor] = {}
         self._kinds: dict[int, dict[int, _Kinds]] = {}
+        self._reported: dict[int, set[str]] = {}
 
     def publish(self, server: Mapping[str, Tensor]) -> None:
         """Have them for the requests that follow."""
@@ -231,6 +214,10 @@ class GridEngine(Here):
         """The reply of a message, or an error that tells why there is none."""
         try:
             reply = read_reply(_content(answer), request)
+            names = self._reported.setdefault(request.client, set())
+            if len(names | reply.report.keys()) > REPORTS:
+                raise ValueError(f"it has reported numbers of more than {REPORTS} names")
+            names.update(reply.report)
         except ValueError as error:
             return Reply(request.client, error=Lost(request.client, request.round, told(error)))
         if reply.error is None:
@@ -360,31 +347,6 @@ def _plain(answer: Message | str) -> dict[str, Any]:
         return read_answer(_content(answer))
     except ValueError:
         return {}
-
-
-def _introduction(node: int, content: RecordDict) -> Introduction:
-    plain = read_answer(content)
-    try:
-        return Introduction(
-            node,
-            int(plain["client"]),
-            bool(plain["own"]),
-            str(plain["run"]),
-            {part: _samples(plain["sizes"][part]) for part in ("train", "validation", "test")},
-            tuple(int(size) for size in plain["shape"]),
-            tuple(str(name) for name in plain["classes"]),
-            bool(plain["multilabel"]),
-            str(plain["data"]),
-            str(plain["network"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"it does not say what it is: {type(error).__name__} {error}") from None
-
-
-def _samples(value: Any) -> int:
-    if not 0 <= (count := int(value)) <= _MOST_SAMPLES:
-        raise ValueError(f"{str(value)[:40]} samples; 0 to {_MOST_SAMPLES} are accepted")
-    return count
 
 
 def _leave_out_others(

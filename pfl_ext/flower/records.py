@@ -16,6 +16,7 @@ from pfl_ext.federation.mapped import opened
 from .arrays import copied, record_of, records_in
 
 __all__ = [
+    "REPORTS",
     "answer_of",
     "question_of",
     "read_answer",
@@ -28,7 +29,9 @@ __all__ = [
 ]
 
 _KEY = "pfl_ext"
-_REPORTS = 1000  # numbers that a client may report; the server keeps them
+REPORTS = 1000
+"""Names under which a client may report numbers; the server keeps them."""
+_NAME = 200  # characters
 
 
 def question_of(what: Mapping[str, Any]) -> RecordDict:
@@ -148,15 +151,18 @@ def read_reply(content: RecordDict, request: Request) -> Reply:
         _numbers("report", plain["report"]),
         _metrics(plain["metrics"]),
         _work(plain["work"], request.client),
-        {name: _count(f"received {name}", value) for name, value in _table("received", plain["received"]).items()},
+        {
+            _name("received", name): _count(f"received {name}", n)
+            for name, n in _table("received", plain["received"]).items()
+        },
         _count("trained_parameters", plain["trained_parameters"]),
         error=None if error is None else Diverged(request.client, request.round, told(error, 200)),
     )
 
 
 def _table(label: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or len(value) > _REPORTS:
-        raise ValueError(f"{label} is a {type(value).__name__}; a table of at most {_REPORTS} entries is accepted")
+    if not isinstance(value, dict) or len(value) > REPORTS:
+        raise ValueError(f"{label} is a {type(value).__name__}; a table of at most {REPORTS} entries is accepted")
     return value
 
 
@@ -175,18 +181,32 @@ def _count(label: str, value: Any) -> int:
     return value
 
 
+def _name(label: str, value: Any) -> str:
+    """A name that the server's tables and files will have: half a character pair, say, cannot be written to any."""
+    if not isinstance(value, str) or len(value) > _NAME or not value.isprintable():
+        raise ValueError(f"{label} has the name {value!r:.60}; at most {_NAME} printable characters are accepted")
+    return value
+
+
 def _numbers(label: str, value: Any) -> dict[str, float]:
-    return {name: _number(f"{label} {name}", number) for name, number in _table(label, value).items()}
+    return {_name(label, name): _number(f"{label} {name}", number) for name, number in _table(label, value).items()}
+
+
+def _counts(label: str, value: Any) -> dict[str, int]:
+    return {_name(label, name): _count(f"{label} {name}", number) for name, number in _table(label, value).items()}
 
 
 def _metrics(value: Any) -> dict[tuple[str, str], dict[str, float]]:
-    if not isinstance(value, list) or len(value) > _REPORTS:
+    if not isinstance(value, list) or len(value) > REPORTS:
         raise ValueError(f"metrics are a {type(value).__name__}; a list is accepted")
     found = {}
     for entry in value:
-        if not (isinstance(entry, list) and len(entry) == 3 and all(isinstance(name, str) for name in entry[:2])):
+        if not (isinstance(entry, list) and len(entry) == 3):
             raise ValueError("metrics have an entry that is not a model, a split and its numbers")
-        found[entry[0], entry[1]] = _numbers("metrics", entry[2])
+        model, split = (_name("metrics", name) for name in entry[:2])
+        found[model, split] = _numbers("metrics", entry[2])
+    if sum(map(len, found.values())) > REPORTS:
+        raise ValueError(f"metrics have more than {REPORTS} numbers")
     return found
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from logging import INFO
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
@@ -19,7 +17,8 @@ from pfl_ext.reports import shown_values, value_words
 from pfl_ext.runs import has_results, run_in
 from pfl_ext.tasks import Task
 
-from .engine import GridEngine, Introduction
+from .elsewhere import dataset_of
+from .engine import GridEngine
 from .parts import Auxiliary, Given, Network, Parts, Whole, network_digest
 
 __all__ = ["server_app"]
@@ -95,7 +94,16 @@ def _run(grid: Grid, parts: Parts, config: Mapping[str, Any]) -> None:
         _tell(record, metric)
 
     last = run_in(
-        target, experiment, dataset, partition, resume=resume, overwrite=overwrite, quiet=True, make=make, seen=tell
+        target,
+        experiment,
+        dataset,
+        partition,
+        resume=resume,
+        overwrite=overwrite,
+        quiet=True,
+        make=make,
+        labels=not engine.first().own,
+        seen=tell,
     )
     log(INFO, "done after round %s: results in %s", last["round"], target)
 
@@ -144,49 +152,6 @@ def _data(engine: GridEngine, parts: Parts, config: Mapping[str, Any]) -> tuple[
     clients = int(config.get("partition.clients", 0))
     if clients < 1:
         raise ValueError(f"partition.clients is {clients}; accepted is the number of nodes, each with data of its own")
-    return elsewhere(engine.gather(clients), parts.settings)
-
-
-def elsewhere(nodes: Sequence[Introduction], settings: Settings) -> tuple[Dataset, Partition]:
-    """A dataset with as many samples as the nodes have, and none of them: the loop counts by it.
-
-    Raises:
-        ValueError: the nodes' data do not fit together.
-    """
-    first = nodes[0]
-    for node in nodes:
-        for what in ("own", "shape", "classes", "multilabel"):
-            ours, theirs = getattr(first, what), getattr(node, what)
-            if ours != theirs:
-                raise ValueError(
-                    f"client {node.client} has data with the {what} {theirs}, client {first.client} with {ours}; the "
-                    "same are accepted (an archive can name its classes)"
-                )
-    if settings.personal_global_test:
-        raise ValueError("personal_global_test is set; nodes with data of their own have no global test set")
-    begin, parts = 0, dict[str, list[torch.Tensor]](train=[], validation=[], test=[])
-    for node in nodes:
-        for name, indices in parts.items():
-            indices.append(torch.arange(begin, begin + node.sizes[name]))
-            begin += node.sizes[name]
-    labels = (begin, len(first.classes)) if first.multilabel else (begin,)
-    targets = torch.zeros(1, dtype=torch.uint8 if first.multilabel else torch.int64).expand(labels)
-    dataset = Dataset(
-        "the nodes'",
-        torch.zeros(1, dtype=torch.uint8).expand(begin, *first.shape),  # one byte, however many
-        targets,
-        first.classes,
-        torch.zeros(1, dtype=torch.bool).expand(begin),
-    )
-    digest = hashlib.sha256("".join(node.data for node in nodes).encode()).hexdigest()
-    object.__setattr__(dataset, "_fingerprint", digest)
-    nothing = torch.empty(0, dtype=torch.int64)
-    cut = Partition(
-        tuple(parts["train"]),
-        tuple(parts["validation"]),
-        tuple(parts["test"]),
-        nothing,
-        nothing,
-        {"partitioner": "nodes", "dataset": dataset.name, "dataset_fingerprint": digest},
-    )
-    return dataset, cut
+    some = {} if parts.experiment is None else parts.experiment.data_options
+    tested = bool(some.get("extra_tests")) or some.get("auxiliary") is not None
+    return dataset_of(engine.gather(clients), parts.settings, tested=tested)

@@ -54,6 +54,7 @@ def test_relative_paths_of_data_become_absolute(tmp_path: Path, monkeypatch: pyt
         (["new", "app", "mine.py:Mine"], "goes into server_app(method)"),
         (["new", "app", "fedavg", "--lam", "1"], "--lam is an option of the method"),
         (["new", "app", "fedavg", "--lr", "-1"], "--lr is -1.0; accepted is a value above 0"),
+        (["new", "app", "fedavg", "--workers", "4"], "unknown option --workers"),
         (["new", "full", "fedavg"], "full is there already"),
         (["new", "1", "fedavg"], "begin it with a letter"),
     ],

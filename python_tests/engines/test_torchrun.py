@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from ranks_process import SWEEP, federation, outcome
 from pfl_ext.algorithms import METHODS, Ditto
 from pfl_ext.cli import main
 from pfl_ext.data import PARTITIONERS, load
-from pfl_ext.engines import EngineOptions, InProcess, make_engine
+from pfl_ext.engines import EngineOptions, InProcess, LostRank, make_engine
 from pfl_ext.engines.ranks import Ranks
 from pfl_ext.engines.site import portion
 from pfl_ext.engines.torchrun import _check_device, dealt
@@ -39,6 +41,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 _LIMIT = 120.0
 
 
+def _path() -> str:
+    """Where Python finds what tests share, and what it finds without."""
+    return os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts torchrun with some ranks, and ends what is left of them."""
@@ -50,8 +57,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *among]
         process = subprocess.Popen(
             [*map(str, torchrun), "--max-restarts", str(restarts), *map(str, command)],
-            cwd=tmp_path,  # not the tree's: the installed package is what runs
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT), **variables},
+            cwd=tmp_path,  # not the tree's: the package that runs is the one of these tests
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path(), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -124,8 +131,11 @@ def test_every_method_gives_the_bits_of_one_process_on_two_ranks(answers: Callab
 def test_three_ranks_on_two_nodes_with_uneven_clients_stores_protocols_faults_and_a_sweep_are_as_one_process(
     answers: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    found = answers((2, 1), "stores_and_protocols", "networks", "faults_of_clients", "saved", "fast", "sweep")
-    assert all(found["stores_and_protocols"].values()) and all(found["networks"].values()), found
+    same = ("stores_and_protocols", "networks", "stored")
+    found = answers((2, 1), *same, "own_code", "faults_of_clients", "saved", "fast", "sweep")
+    assert all(all(found[scenario].values()) for scenario in same), found
+    assert found["own_code"] == [0, 0]
+    assert differences(tmp_path / "own-process", tmp_path / "own-torchrun") == []
     faults = found["faults_of_clients"]
     assert faults["dropped"] and faults["after"], faults
     assert faults["nan"][0] == "Diverged" and "client 2 diverged in round 2" in faults["nan"][1]
@@ -262,7 +272,7 @@ def test_a_rank_takes_the_gpu_of_its_number_where_there_is_one_for_each(
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **more: backends.append(name))
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend, **more: backends.append(backend))
     store = torch.distributed.HashStore()
-    ranks = Ranks(store, rank=local[1], size=4, of_job=store)
+    ranks = Ranks(store, rank=local[1], size=4)
     ranks._connect()
     assert (found, backends, ranks.gpus) == (taken, [backend, backend], bool(taken))
 
@@ -270,7 +280,7 @@ def test_a_rank_takes_the_gpu_of_its_number_where_there_is_one_for_each(
 def test_a_device_that_ranks_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     store = torch.distributed.HashStore()
-    ranks = Ranks(store, rank=0, size=2, of_job=store)
+    ranks = Ranks(store, rank=0, size=2)
     _check_device("cpu", ranks)
     with pytest.raises(ValueError, match=r"device is cuda, and this machine has 1 GPUs: a rank needs one of its own"):
         _check_device("cuda", ranks)
@@ -400,13 +410,65 @@ def test_a_comparison_that_overwrites_another_overwrites_what_it_had_not_come_to
 
 
 def test_a_rank_that_is_killed_is_named_at_once_where_nothing_restarts_it(start: Start, tmp_path: Path) -> None:
-    process = start(3, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000))
+    process = start(3, "-m", "pfl_ext", *_run(tmp_path / "run", rounds=100_000, engine="torchrun"))
     _until(lambda: _rounds(tmp_path / "run") > 1 or process.poll() is not None)
     pid, begin = ranks_of(process.pid)[2], time.monotonic()
     os.kill(pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - begin < 60 and process.returncode != 0
     assert re.search(rf"pfl-ext run: rank 2 \(process {pid} on .*\) has ended or cannot be reached", output), output
+    rounds = _rounds(tmp_path / "run") + 2
+    process = start(2, "-m", "pfl_ext", "resume", tmp_path / "run", "--rounds", rounds, "--quiet", "--no-plots")
+    output, _ = process.communicate(timeout=_LIMIT)
+    assert process.returncode == 0, output
+    assert main(_run(tmp_path / "one", rounds=rounds)) == 0
+    assert differences(tmp_path / "one", tmp_path / "run") == []
+
+
+def test_ranks_on_two_nodes_go_on_together_whichever_node_has_lost_one(start: Start, tmp_path: Path) -> None:
+    """Each node counts the restarts that its own ranks were the cause of: they differ after the first kill."""
+    assert main(_run(tmp_path / "one", rounds=40)) == 0
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        meet = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{server.getsockname()[1]}")
+    run = ("-m", "pfl_ext", *_run(tmp_path / "two", rounds=40))
+    nodes = [start(1, *run, among=meet, restarts=2) for _ in range(2)]
+    for rank in (1, 0):
+        before = _rounds(tmp_path / "two")
+
+        def ranks() -> dict[int, int]:
+            return ranks_of(nodes[0].pid) | ranks_of(nodes[1].pid)
+
+        _until(lambda before=before: _rounds(tmp_path / "two") > before and len(ranks()) == 2)  # type: ignore[misc]
+        os.kill(ranks()[rank], signal.SIGKILL)
+    outputs = [node.communicate(timeout=_LIMIT)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert differences(tmp_path / "one", tmp_path / "two") == []
+
+
+def test_a_rank_that_was_there_before_waits_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, limit = torch.distributed.HashStore(), timedelta(seconds=20)
+
+    def met(*ranks: int) -> list[int]:
+        """Which start these ranks, which come one after the other, have found each other in."""
+        every = [Ranks(store, rank, size=3) for rank in ranks]
+        with ThreadPoolExecutor(3) as pool:
+            under_way = []
+            for rank in every:
+                under_way.append(pool.submit(rank._meet, limit))
+                time.sleep(0.1)
+            for one in under_way:
+                one.result()
+        return [rank.start for rank in every]
+
+    assert met(1, 0, 2) == [1, 1, 1]
+    assert met(1, 2, 0) == [2, 2, 2]  # rank 0 alone says when the start before is over
+    with pytest.raises(LostRank, match="rank 0 of 3 did not start"):
+        Ranks(store, 1, size=3)._meet(timedelta(seconds=0.2))
+    first, again = Ranks(store, 0, size=3), Ranks(store, 0, size=3)
+    first.start, again.start = 1, 2
+    first.note("folder")
+    assert again.noted_before("folder") and not first.noted_before("folder") and not again.noted_before("other")
 
 
 def test_a_rank_that_cannot_take_part_in_an_average_ends_the_job_and_says_why(start: Start, tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def flower_environment() -> dict[str, str]:
     return {
         **os.environ,
         "PATH": path,
-        "PYTHONPATH": str(EXAMPLES),
+        # The package of these tests, where that is not the installed one.
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",

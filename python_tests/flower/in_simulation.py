@@ -296,7 +296,7 @@ class _Labelled(ArrivingGrid):
 
 
 def _engine(grid: Grid, name: str, timeout: float = 60.0) -> GridEngine:
-    engine = GridEngine(grid, given(name).parts({}).run, timeout=timeout, wait=60)
+    engine = GridEngine(grid, given(name).parts({}).run, timeout=timeout, wait=240)  # its start imports torch
     engine.gather(CLIENTS)
     return engine
 

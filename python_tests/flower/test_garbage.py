@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,8 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed here: make flower makes an environment with it")
 
 from example_files import load_file
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, RecordDict
-from flwr.app.message import make_message
-from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
+from flower_in_process import Nodes, node_context
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from pfl_ext.algorithms import METHODS
 from pfl_ext.federation import Federation, Settings
@@ -28,7 +27,7 @@ CODE = load_file(Path(__file__).parent / "in_simulation.py")
 BAD = 2
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 7, 2**53, 10**400, 1e308, -0.5, math.nan, math.inf),
-    *("", "model", "a\nb\x1b[2J", "9" * 5000, [], [1], [[]], {}, {"model": 1}, {"a": {"b": [None]}}),
+    *("", "model", "a\nb\x1b[2J", "9" * 5000, "\ud800", [], [1], [[]], {}, {"model": 1}, {"a": {"b": [None]}}),
 )
 
 
@@ -88,46 +87,9 @@ def _change(content: RecordDict, chance: random.Random) -> None:
         content[name] = ArrayRecord(arrays)
 
 
-class _InProcess(Grid):
-    """Nodes in this process, of which one changes what it answers."""
-
-    def __init__(self, run: Any, change: Callable[[RecordDict], None]) -> None:
-        self._app = client_app(
-            run.method, network=run.network, settings=run.settings, data=run.data, auxiliary=run.auxiliary
-        )
-        self._change, self._answers = change, dict[str, Message]()
-        self._contexts = {100 + k: Context(1, 100 + k, {"partition-id": k}, RecordDict(), {}) for k in range(6)}
-
-    def get_node_ids(self) -> list[int]:
-        return list(self._contexts)
-
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        names = []
-        for message in messages:
-            name, node = f"message {len(self._answers)}", message.metadata.dst_node_id
-            about = Metadata(1, name, node, 1, name, "", 0.0, 9.0, message.metadata.message_type)
-            try:
-                content = self._app(message, self._contexts[node]).content
-            except Exception as error:
-                self._answers[name] = make_message(about, error=Error(1, str(error)))
-            else:
-                if node == 100 + BAD and '"hello"' not in str(message.content["pfl_ext"]["json"]):
-                    self._change(content)
-                self._answers[name] = make_message(about, content)
-            names.append(name)
-        return names
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        return [self._answers[name] for name in message_ids]
-
-    set_run = run = create_message = send_and_receive = None  # type: ignore[assignment]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], Federation]]:
     """Runs a method on such nodes; its records, and what the server has."""
-    for which in ("_task_id", "_run_id", "_node_id"):  # as a simulation sets it, for messages
-        monkeypatch.setattr(TaskIdentity, which, 1)
     dataset, partition = CODE.whole()
     monkeypatch.setattr(CODE, "whole", lambda: (dataset, partition))  # once, and not for every message
 
@@ -137,7 +99,16 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], Feder
         given = dataclasses.replace(CODE.given(name), settings=Settings(diverged="drop", **settings))
         if method is not None:
             given = dataclasses.replace(given, method=METHODS[name](lr=0.1, batch_size=4, **method))
-        engine = GridEngine(_InProcess(given, change), given.parts({}).run, timeout=5, wait=5)
+
+        def changed(node: int, message: Message, content: RecordDict) -> None:
+            if node == 100 + BAD and '"hello"' not in str(message.content["pfl_ext"]["json"]):
+                change(content)
+
+        app = client_app(
+            given.method, network=given.network, settings=given.settings, data=given.data, auxiliary=given.auxiliary
+        )
+        contexts = {100 + k: node_context(100 + k, {"partition-id": k}) for k in range(CODE.CLIENTS)}
+        engine = GridEngine(Nodes(app, contexts, monkeypatch, changed), given.parts({}).run, timeout=5, wait=5)
         engine.gather(CODE.CLIENTS)
         federation = Federation(
             given.method, given.network(dataset), dataset, partition, given.settings, engine=engine,
@@ -186,3 +157,20 @@ def test_a_client_that_is_asked_alone_is_compared_with_what_others_sent_before(
     method, rounds = ({"buffer": 2}, 8) if name == "fedbuff" else ({}, 16)
     found = run(name, change, method, rounds=rounds, participation=0.34, seed=1, clock="log-normal")
     assert _check(*found, rounds) >= 1
+
+
+def test_a_client_that_reports_other_names_in_every_round_is_left_out_when_they_are_too_many(
+    run: Callable[..., tuple[list[Any], Federation]],
+) -> None:
+    answers = itertools.count()
+
+    def change(content: RecordDict) -> None:
+        plain = json.loads(str(content["pfl_ext"]["json"]))
+        if plain["work"][1]:  # a training, not an evaluation
+            number = next(answers)
+            plain["report"] = {f"{number}/{i}": 0.0 for i in range(400)}
+            content["pfl_ext"] = ConfigRecord({"json": json.dumps(plain)})
+
+    records, federation = run("fedavg", change, rounds=4)
+    assert _check(records, federation, 4) == 2
+    assert [bool(record.get("dropped")) for record in records] == [False, False, True, True]

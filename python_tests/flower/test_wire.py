@@ -24,9 +24,8 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from pfl_ext.federation import Diverged, Reply, Request, Work
 from pfl_ext.flower import load_kept, read_arrays, save_kept, write_arrays
 from pfl_ext.flower.arrays import copied, record_of, viewed
-from pfl_ext.flower.engine import _introduction
 from pfl_ext.flower.grid import ArrivingGrid
-from pfl_ext.flower.records import answer_of, read_reply, read_request, reply_of, request_of, told
+from pfl_ext.flower.records import read_reply, read_request, reply_of, request_of, told
 from pfl_ext.flower.state import ContextStore, NodeFiles
 
 TENSORS = {
@@ -133,6 +132,10 @@ GOOD: dict[str, Any] = {
         ({"report": {"loss": "high"}}, "report loss is a str"),
         ({"report": {str(i): 0 for i in range(2000)}}, "at most 1000 entries"),
         ({"report": {"loss": 10**400}}, "report loss is a number of 401 digits"),
+        ({"report": {"lo\ud800": 0}}, r"report has the name 'lo\\ud800'; at most 200 printable"),
+        ({"metrics": [["a" * 201, "test", {}]]}, "metrics has the name 'aaa"),
+        ({"metrics": [["model", str(i), {str(j): 0 for j in range(40)}] for i in range(40)]}, "more than 1000 numbers"),
+        ({"received": {"a\nb": 1}}, "received has the name"),
         ({"metrics": [["model", "test"]]}, "not a model, a split and its numbers"),
         ({"work": [0, -1, 0, 0, 0, 0.0]}, "trained is '-1'"),
         ({"work": [0, 0, 0, 0, 0, math.inf]}, "begin is not finite"),
@@ -148,25 +151,6 @@ def test_a_reply_with_something_else_in_it_is_refused(change: dict[str, Any], to
         read_reply(content, Request(0, 1, "train"))
     good = RecordDict({"pfl_ext": ConfigRecord({"json": json.dumps(GOOD)})})
     assert read_reply(good, Request(0, 1, "train")).client == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"client": math.inf}, "OverflowError"),
-        ({"sizes": {"train": 10**15, "validation": 0, "test": 0}}, "1000000000000000 samples; 0 to"),
-        ({"sizes": {"train": -1, "validation": 0, "test": 0}}, "-1 samples; 0 to"),
-        ({"sizes": [1, 2, 3]}, "TypeError"),
-        ({"shape": 4}, "TypeError"),
-    ],
-)
-def test_a_node_that_says_what_cannot_be_of_itself_is_refused(change: dict[str, Any], told: str) -> None:
-    sizes = {"train": 8, "validation": 0, "test": 2}
-    about = {"client": 1, "own": True, "run": "a", "sizes": sizes, "shape": [4], "classes": ["a"], "multilabel": False}
-    good: dict[str, Any] = {**about, "data": "d", "network": "n"}
-    assert _introduction(5, answer_of(good)).sizes == sizes
-    with pytest.raises(ValueError, match=f"it does not say what it is: .*{told}"):
-        _introduction(5, answer_of({**good, **change}))
 
 
 def test_what_was_read_leaves_memory_at_once() -> None:

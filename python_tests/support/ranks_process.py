@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from example_files import EXAMPLES
 from faulty import Faulty
 from torch import Tensor, nn
 
@@ -35,6 +36,9 @@ SHORT: dict[str, dict[str, Any]] = {
 
 SWEEP = ["sweep", "fedavg", "ditto", "--vary", "method.lam=0.1,1", "--clients=4", "--train-samples=200", "--lr=0.1"]
 SWEEP += ["--rounds=1", "--quiet", "--no-plots"]
+_NET = EXAMPLES / "own" / "net.py"
+_OWN = ["run", f"{_NET}:Patient", f"--network={_NET}:Net", f"--task={_NET}:Huber", f"--optimizer={_NET}:slow_adam"]
+_OWN += [f"--data={_NET}:load", "--partition=iid", "--clients=3", "--rounds=2", "--quiet", "--no-plots"]
 
 
 def points() -> Dataset:
@@ -78,7 +82,7 @@ def told(records: list[Record]) -> list[Record]:
 def federation(name: str, engine: Any, settings: Settings, **more: Any) -> Federation:
     """A small run of a method."""
     options = {"lr": 0.1, "batch_size": 4, "momentum": 0.5} | SHORT.get(name, {})
-    data = points()
+    data = more.pop("data", None) or points()
     auxiliary = data.subset(torch.arange(20)).unlabelled(data)
     method = METHODS[name](**options)
     module = more.pop("module", None) or network()
@@ -136,6 +140,26 @@ def networks(folder: Path) -> dict[str, bool]:
             )
             found[f"{name}, {store}"] = one == two
     return found
+
+
+def stored(folder: Path) -> dict[str, bool]:
+    """The same of data in files, of which each rank reads what it needs."""
+    found, whole = {}, points()
+    items = list(zip(whole.inputs, whole.targets.tolist(), strict=True))
+    data = Dataset.from_torch(items, name="points", cache=folder / "cache", classes=whole.classes)
+    for name in ("fedavg", "ditto"):  # all ranks have all samples, or those of their clients
+        settings = Settings(rounds=2, participation=0.6)
+        one, two = (outcome(name, engine, settings, data=data) for engine in (Torchrun(), InProcess()))
+        found[name] = one == two == outcome(name, InProcess(), settings)
+    return found
+
+
+def own_code(folder: Path) -> list[int]:
+    """A network, task, optimiser, data and method of a file, on the ranks and in this process."""
+    return [
+        main([*_OWN, f"--engine={engine}", "--output", str(folder / f"own-{engine}")])
+        for engine in ("torchrun", "process")
+    ]
 
 
 def faults_of_clients(folder: Path) -> dict[str, Any]:
@@ -236,6 +260,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {
         every_method,
         stores_and_protocols,
         networks,
+        stored,
+        own_code,
         faults_of_clients,
         saved,
         resumed,
