@@ -221,12 +221,13 @@ cuda-check: build ## no register spills, no stack frames, every op registered by
 
 # The installed CUDA library, unmodified, through torch's dispatcher on a simulated GPU: docs/gpu.md. SIMULATOR is the
 # folder of a program fakegpu.py that runs Python so. First in the order of the calls, then with random orders of blocks,
-# warps and threads and a check for races in global memory, then with torch's caching allocator, as graphs need it.
+# warps and threads and a check for races in global memory, then with torch's caching allocator, which graphs need and
+# which alone knows torch's error for a memory that is full.
 SIMULATOR ?=
 GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath $(SIMULATOR))/fakegpu.py \
   --python $(abspath $(BIN))/python
 GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation engines/test_streams.py algorithms/test_devices.py \
-  algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
+  algorithms/test_gpu_waits.py benchmarks/test_gpu_cases.py benchmarks/test_gpu_traffic.py test_commands.py)
 GPU_ORDERS := $(addprefix $(CURDIR)/python_tests/,ops optim algorithms/test_devices.py)
 RUNS_CUDA := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
   raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
@@ -239,7 +240,7 @@ gpu-check: build ## the CUDA library on a simulated GPU: ops, optimisers, all me
 	cd build/simulator && $(GPU) -m pytest -q -n $(WORKERS) -k cuda $(GPU_TESTS)
 	cd build/simulator && FAKEGPU_SEED=1 FAKEGPU_GLOBAL_RACES=1 FAKEGPU_THREAD_SCHEDULE=1 \
 	  $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and not check and not compile and not graph" $(GPU_ORDERS)
-	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and graph and not compile" $(GPU_TESTS)
+	cd build/simulator && FAKEGPU_CACHING=1 $(GPU) -m pytest -q -n $(WORKERS) -k "cuda and (graph or running_out) and not compile" $(GPU_TESTS)
 	cd build/simulator && $(GPU) -m pfl_ext compare persfl fedavg ditto scd plgu-lf --data digits --partition ds1 --clients 4 \
 	  --rounds 1 --lr 0.1 --device cuda --output ../gpu-check
 

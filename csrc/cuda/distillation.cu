@@ -71,7 +71,18 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(const Tensor& student, cons
   return {loss, gradient, normalizer};
 }
 
+void distillation_scale_(const Tensor& gradient, const Tensor& incoming, const Tensor& normalizer) {
+  const DType dtype = glue::checked_scale(gradient, incoming, normalizer);
+  const CurrentStream stream(gradient);
+  const ScaleArguments args{gradient.mutable_data_ptr(), gradient.numel(), incoming.const_data_ptr(),
+                            normalizer.const_data_ptr()};
+  visit_dtype(dtype, [&](auto tag) { launch_scale<typename decltype(tag)::type>(args, stream.launcher()); });
+}
+
 }  // namespace
 }  // namespace pfl::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CUDA, m) { m.impl("distillation_loss", TORCH_BOX(&pfl::cuda::distillation_loss)); }
+STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CUDA, m) {
+  m.impl("distillation_loss", TORCH_BOX(&pfl::cuda::distillation_loss));
+  m.impl("distillation_scale_", TORCH_BOX(&pfl::cuda::distillation_scale_));
+}

@@ -66,6 +66,16 @@ void distillation(const std::string& dtype_name, const py::array& student, const
   });
 }
 
+void scale_gradient(const std::string& dtype_name, py::array gradient, const py::array& incoming,
+                    const py::array& normalizer) {
+  const pfl::cuda::ScaleArguments args{gradient.mutable_data(), gradient.size(), incoming.data(), normalizer.data()};
+  pfl::visit_dtype(dtype_named(dtype_name), [&](auto tag) {
+    pfl::cuda::launch_scale<typename decltype(tag)::type>(args, [](auto kernel, int64_t grid, const auto& given) {
+      pfl::emulator::launch(kernel, dim3(static_cast<unsigned>(grid)), dim3(pfl::cuda::kThreads), 0, given);
+    });
+  });
+}
+
 template <typename A, typename F>
 py::array_t<A> mapped(const py::array_t<A>& x, F f) {
   py::array_t<A> result(x.size());
@@ -93,6 +103,7 @@ void bind_distillation(py::module_& m) {
   m.attr("MOST_WARP_CLASSES") = pfl::cuda::kMostWarpClasses;
   m.attr("MAX_SHARED_CACHE") = pfl::cuda::kMaxSharedCache;
   m.def("distillation", &distillation);
+  m.def("scale_gradient", &scale_gradient);
   bind_elementary<float>(m);
   bind_elementary<double>(m);
 }

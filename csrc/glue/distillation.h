@@ -149,4 +149,23 @@ struct DistillationProblem {
   std::vector<Tensor> copies_;
 };
 
+// Checks what is given to scale a gradient on a GPU; the gradient's type.
+inline DType checked_scale(const Tensor& gradient, const Tensor& incoming, const Tensor& normalizer) {
+  const char* op = "pfl_ext::distillation_scale_";
+  const DType dtype = dtype_of(gradient, op, "gradient", 0);
+  if (!gradient.is_cuda() || !gradient.is_contiguous()) {
+    fail(op, ": gradient is ", describe(gradient), "; a contiguous tensor on a GPU is accepted");
+  }
+  const ScalarType accumulate = dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
+  for (const Tensor* x : {&incoming, &normalizer}) {
+    if (x->dim() != 0 || x->scalar_type() != accumulate || !x->is_cuda() ||
+        x->get_device_index() != gradient.get_device_index()) {
+      fail(op, ": ", x == &incoming ? "incoming" : "normalizer", " is ", describe(*x), ", the gradient is ",
+           describe(gradient), "; one ", name_of(accumulate), " on the same device is accepted");
+    }
+    if (Span(gradient).overlaps(Span(*x))) fail(op, ": the gradient and a number that scales it overlap in memory");
+  }
+  return dtype;
+}
+
 }  // namespace pfl::glue

@@ -39,7 +39,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ._arguments import FLOATS, accumulate_type, check_dense, describe, one_of
+from ._arguments import FLOATS, accumulate_type, check_dense, check_memory, describe, one_of
 from ._declare import declare, raise_out_of_memory
 from .averaging import _weigh, _weighted_average
 
@@ -308,7 +308,8 @@ def _scale(incoming: Tensor, gradient: Tensor, normalizer: Tensor) -> Tensor:
         incoming = incoming / normalizer
     if incoming.dim() == 1:
         return (gradient * incoming.unsqueeze(1)).to(gradient.dtype)
-    return gradient * incoming
+    # A GPU would round a number of no dimensions to the gradient's type before it multiplies.
+    return gradient * incoming if incoming.is_cpu else (gradient.to(incoming.dtype) * incoming).to(gradient.dtype)
 
 
 def _backward(ctx: Any, incoming: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
@@ -332,6 +333,39 @@ _distillation = declare(
     fake=_distillation_fake,
     setup_context=_setup,
     backward=_backward,
+)
+
+
+# ---- its gradient, scaled in place on a GPU ------------------------------------------------------------------------
+
+
+def _scale_in_place_check(gradient: Tensor, incoming: Tensor, normalizer: Tensor) -> None:
+    if gradient.dtype not in FLOATS:
+        raise ValueError(f"gradient is {describe(gradient)}; float32, float64, float16 and bfloat16 are accepted")
+    check_dense("gradient", gradient)
+    if not gradient.is_contiguous():
+        raise ValueError(f"gradient is {describe(gradient)} and not contiguous")
+    accumulate = accumulate_type(gradient.dtype)
+    for name, x in (("incoming", incoming), ("normalizer", normalizer)):
+        check_dense(name, x)
+        if x.dim() != 0 or x.dtype != accumulate or x.device != gradient.device:
+            raise ValueError(
+                f"{name} is {describe(x)}, the gradient is {describe(gradient)}; one "
+                f"{str(accumulate).removeprefix('torch.')} on the same device is accepted"
+            )
+
+
+def _scale_in_place_reference(gradient: Tensor, incoming: Tensor, normalizer: Tensor) -> None:
+    _scale_in_place_check(gradient, incoming, normalizer)
+    check_memory({"gradient": [gradient]}, {"the numbers that scale it": [incoming, normalizer]})
+    gradient.copy_(_scale(incoming, gradient, normalizer))
+
+
+_scale_in_place = declare(
+    "distillation_scale_(Tensor(a!) gradient, Tensor incoming, Tensor normalizer) -> ()",
+    reference=_scale_in_place_reference,
+    fake=_scale_in_place_check,
+    plain_on={"cpu": "one product, which torch has"},
 )
 
 
@@ -373,8 +407,12 @@ class _Loss(torch.autograd.Function):
             return _scale_once(incoming, gradient, ctx.normalizer), None
         if not _graph_is_kept():
             ctx.gradient = None
+            # Ours alone until now: it becomes the student's without a copy.
             if _is_one(incoming, gradient):
-                return gradient, None  # ours alone until now: it becomes the student's without a copy
+                return gradient, None
+            if incoming.is_cuda and incoming.dim() == 0:
+                _scale_in_place(gradient, incoming, ctx.normalizer)
+                return gradient, None
         return _scale(incoming, gradient, ctx.normalizer), None
 
 

@@ -187,3 +187,24 @@ def test_the_gradient_is_left_out_on_request_and_an_empty_batch_is_no_launch_of_
     empty = torch.empty(0, 10)
     actual, _ = run(emulator, empty, [empty], reduction=1)
     assert actual[0].item() == 0
+
+
+# Around a vector's width, and the elements of a block.
+@pytest.mark.parametrize("count", [0, 1, 7, 8191, 8192, 8201])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scaled_gradient_is_rounded_once(emulator, dtype, offset, count):
+    gradient = random_logits((count,), dtype, 0, offset)
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    incoming, normalizer = torch.tensor(3.7, dtype=accumulate), torch.tensor(48.0, dtype=accumulate)
+    factor = incoming / normalizer if dtype.itemsize < 4 else incoming
+    expected = (gradient.to(accumulate) * factor).to(dtype)
+    emulator.scale_gradient(name(dtype), *map(as_numpy, (gradient, incoming, normalizer)))
+    assert torch.equal(gradient, expected)
+
+
+def test_a_gradient_that_one_comes_in_for_stays_as_it_is(emulator):
+    gradient = torch.tensor([1.5, -0.0, math.nan, math.inf])
+    before = gradient.view(torch.int32).clone()
+    emulator.scale_gradient("float32", *map(as_numpy, (gradient, torch.tensor(1.0), torch.tensor(48.0))))
+    assert torch.equal(gradient.view(torch.int32), before)

@@ -74,6 +74,30 @@ def _sample_weights(case: dict[str, Any], rows: int, accumulate: torch.dtype) ->
     return weights
 
 
+def _draw_scaled(choice: random.Random) -> dict[str, Any]:
+    shape = choice.choice([[1, 1], [5, 10], [0, 3], [17, 257], [2, 1021]])
+    number = lambda: choice.choice([1.0, 1.0, 0.0, -2.5, 3.7, 48.0, 1e-30, 65536.0, math.inf, math.nan])  # noqa: E731
+    gradient = draw_tensor(choice, shape, choice.choice(FLOATS), choice.choice(_LOGITS), "contiguous")
+    return {"gradient": gradient, "incoming": number(), "normalizer": number()}
+
+
+@covers("raw.distillation_scale_", draw=_draw_scaled)
+def scaled_gradient(case: dict[str, Any], memory: Memory) -> Call:
+    gradient = memory.make(case["gradient"])
+    accumulate, half = accumulate_type(gradient.dtype), gradient.dtype in (torch.float16, torch.bfloat16)
+    incoming, normalizer = (torch.tensor(case[name], dtype=accumulate) for name in ("incoming", "normalizer"))
+    factor = incoming.double() / normalizer.double() if half else incoming.double()
+    truth = memory.before(gradient).double() * factor
+    size = torch.where(truth.isfinite(), truth.abs(), truth)
+    return Call(
+        torch.ops.pfl_ext.distillation_scale_,
+        [gradient, incoming, normalizer],
+        written=[gradient],
+        check=lambda _: compare("gradient", gradient, truth, size, 3, accumulate),
+        may_refuse=not gradient.is_contiguous(),
+    )
+
+
 @covers("raw.distillation_loss", "ops.distillation_loss", "ops.ensemble_distillation_loss", draw=_draw)
 def distillation(case: dict[str, Any], memory: Memory) -> Call:
     student, teachers = memory.make(case["student"]), [memory.make(x) for x in case["teachers"]]

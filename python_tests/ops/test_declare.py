@@ -42,7 +42,7 @@ CALLS = {
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("call", CALLS)
-def test_running_out_of_a_gpus_memory_is_torchs_error(call):
+def test_running_out_of_memory_on_cuda_is_torchs_error(call):
     with pytest.raises(RuntimeError) as own:
         torch.empty(2**50, device="cuda")
     if own.type is not torch.OutOfMemoryError:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from pfl_ext import _native
 from pfl_ext.ops import distillation, distillation_loss, ensemble_distillation_loss, ensemble_logits
+from pfl_ext.ops._arguments import accumulate_type
 from pfl_ext.ops._declare import OPS
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 AVERAGES = ["logits", "probs", "losses"]
-OP = OPS["distillation_loss"]
+OP, SCALE = OPS["distillation_loss"], OPS["distillation_scale_"]
 # Around the CPU kernel's tile of 16 rows, its limit of 40 classes for tiles, rows padded to 16, and primes.
 SHAPES = [(1, 1), (5, 3), (15, 10), (16, 10), (17, 10), (33, 40), (18, 41), (7, 48), (3, 97), (2, 1009)]
 
@@ -592,6 +593,50 @@ def test_the_incoming_gradient_scales_the_stored_one(device, dtype):
     torch.testing.assert_close(scaled.double(), exact, rtol=max(rtol, 1e-4), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_scaled_gradient_is_rounded_once_also_where_the_scale_is_on_a_gpu(device, dtype):
+    gradient = random_logits((33, 257), dtype, device)
+    incoming, normalizer = (torch.tensor(x, dtype=accumulate_type(dtype), device=device) for x in (3.7, 48.0))
+    factor = incoming / normalizer if dtype.itemsize < 4 else incoming
+    expected = (gradient.to(factor.dtype) * factor).to(dtype)
+    assert torch.equal(distillation._scale(incoming, gradient, normalizer), expected)
+    SCALE(gradient, incoming, normalizer)
+    assert torch.equal(gradient, expected)
+
+
+def test_on_a_gpu_the_stored_gradient_becomes_the_student_s_and_one_moves_nothing(device_type):
+    if device_type == "cpu":
+        pytest.skip("asked on the host")
+    fakegpu = pytest.importorskip("fakegpu", reason="what a kernel moves is known of a simulated GPU")
+    student, teachers = random_case(64, 100, 2, torch.float32, device_type)
+    for scale in (1.0, 2.0):
+        loss = scale * ensemble_distillation_loss(student, teachers)
+        with fakegpu.Recording() as record:
+            torch.autograd.grad(loss, student)
+        (launch,) = record.launches
+        assert "scale_kernel" in launch.name
+        assert launch.sector_bytes[1] == (0 if scale == 1.0 else student.nbytes)
+        assert not [op for op in record.torch_ops if "copy" in op or "clone" in op]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g, i, n: (g.t(), i, n), "gradient is .*contiguous"),
+        (lambda g, i, n: (g.long(), i, n), "gradient .*(int64|Long)"),
+        (lambda g, i, n: (g, i.view(1), n), r"incoming is float32 \[1\] on .*, the gradient is float32 \[5, 4\]"),
+        (lambda g, i, n: (g, i, n.double()), "normalizer is float64"),
+        (lambda g, i, n: (g, g[0, 0], n), "overlap"),
+    ],
+)
+def test_a_scaling_that_does_not_fit_is_refused_before_anything_changes(device, change, message):
+    gradient = torch.ones(5, 4, device=device)
+    numbers = (torch.tensor(2.0, device=device) for _ in range(2))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        SCALE(*change(gradient, *numbers))
+    assert torch.equal(gradient, torch.ones_like(gradient))
+
+
 def test_backward_twice_over_a_kept_graph_adds_up(device):
     student, teachers = random_case(20, 10, 2, torch.float32, device)
     loss = ensemble_distillation_loss(student, teachers)
@@ -679,8 +724,15 @@ def test_opcheck(device_type, multilabel, reduction):
     torch.library.opcheck(OP.overload, op_arguments(device_type, multilabel, reduction, torch.float64))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_opcheck_of_the_scaling(device_type, dtype):
+    numbers = [torch.tensor(x, dtype=accumulate_type(dtype), device=device_type) for x in (3.7, 48.0)]
+    torch.library.opcheck(SCALE.overload, (random_logits((5, 4), dtype, device_type), *numbers))
+
+
 def test_every_op_of_the_family_is_checked():
-    assert [name for name, op in OPS.items() if op.reference.__module__.endswith("distillation")] == [OP.name]
+    family = [name for name, op in OPS.items() if op.reference.__module__.endswith("distillation")]
+    assert family == [OP.name, SCALE.name]
 
 
 def test_the_public_functions_compile_without_a_graph_break(device_type):

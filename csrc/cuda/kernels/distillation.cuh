@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/distillation.h"
+#include "cuda/kernels/list_arguments.cuh"
 
 namespace pfl::cuda {
 
@@ -466,6 +467,43 @@ __global__ void __launch_bounds__(kReduceThreads)
     const double divisor = args.count_divisor ? static_cast<double>(*normalizer) : args.divisor;
     if (args.loss != nullptr) *static_cast<A*>(args.loss) = static_cast<A>(sum / divisor);
   }
+}
+
+struct ScaleArguments {
+  void* gradient;
+  int64_t count;
+  const void* incoming;    // A
+  const void* normalizer;  // A; read for half types alone
+};
+
+// gradient *= incoming, and /= normalizer for half types. A factor of 1, which is what comes in where backward begins
+// at the loss, moves nothing: only the GPU knows it without a wait.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ ScaleArguments args) {
+  using A = accumulate_t<T>;
+  A factor = *static_cast<const A*>(args.incoming);
+  if constexpr (sizeof(T) < 4) factor = factor / *static_cast<const A*>(args.normalizer);
+  if (factor == A(1)) return;
+  T* gradient = static_cast<T*>(args.gradient);
+  Chunk chunk;
+  chunk.words = nullptr;
+  chunk.begin = static_cast<int64_t>(blockIdx.x) * kChunkElements;
+  chunk.end = chunk.begin + kChunkElements < args.count ? chunk.begin + kChunkElements : args.count;
+  chunk.aligned = reinterpret_cast<uintptr_t>(gradient) % kVectorBytes == 0;
+  for_each_in_chunk<T>(chunk, [&](auto width, int64_t i) {
+    constexpr int N = decltype(width)::value;
+    Pack<T, N>* place = reinterpret_cast<Pack<T, N>*>(gradient + i);
+    Pack<T, N> values = *place;
+#pragma unroll
+    for (int k = 0; k < N; ++k) from_accumulate(to_accumulate(values.values[k]) * factor, &values.values[k]);
+    *place = values;
+  });
+}
+
+template <typename T, typename Launch>
+void launch_scale(const ScaleArguments& args, Launch launch) {
+  if (args.count == 0) return;
+  launch(scale_kernel<T>, (args.count + kChunkElements - 1) / kChunkElements, args);
 }
 
 inline bool in_warps(int64_t classes) { return classes <= kMostWarpClasses; }
