@@ -44,7 +44,7 @@ PYTHON_SOURCES := pfl_ext benchmarks docs examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PACKAGE := $(shell find pfl_ext benchmarks -name '*.py') $(wildcard pfl_ext/reports/page/page.*) $(wildcard pfl_ext/data/digits.* pfl_ext/data/speeches.*) $(NATIVE_SOURCES) setup.py pyproject.toml README.md
 
-.PHONY: help test demo site build lint browser flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak soak-flower cuda-check gpu-check gpu-report bench readme clean FORCE
+.PHONY: help test demo site build lint browser flower abi sanitized sanitized-cpu thread-sanitized fuzz fuzz-files soak soak-flower cuda-check gpu-check gpu-report bench readme methods clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -277,6 +277,9 @@ readme: build ## the README's table and the pages of docs/benchmarks, from bench
 	$(BIN)/pfl-ext bench federation --memory --output benchmarks/results --readme docs/benchmarks/federation.md
 	$(BIN)/pfl-ext bench goals --output benchmarks/results --readme docs/benchmarks/index.md
 	$(BIN)/pfl-ext bench goals --summary --output benchmarks/results --readme README.md
+
+methods: build ## the tables of docs/methods.md, from the classes
+	$(BIN)/pfl-ext methods --page docs/methods.md
 
 clean: ## remove what was built; environments stay
 	rm -rf build dist *.egg-info pfl_ext/*.so pfl_ext/_build.json $(VENV)/installed

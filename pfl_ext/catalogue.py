@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, InProcess, Method, Reply, Request, Settings
 from pfl_ext.options import title
 
-__all__ = ["Entry", "catalogue", "entry", "methods_table", "options_table"]
+__all__ = ["Entry", "catalogue", "entry", "methods_table", "options_table", "put_into", "told"]
 
 _CLIENTS = 6
 _SHAPE = (3, 32, 32)
@@ -151,6 +153,31 @@ def options_table(entries: Sequence[Entry]) -> str:
         for e in entries
     ]
     return _markdown(("name", "what it is", "options and their defaults"), rows)
+
+
+_BEGIN, _END = (f"<!-- what pfl-ext methods prints: {where} -->" for where in ("begin", "end"))
+
+
+def told(entries: Sequence[Entry]) -> str:
+    """Both tables, as ``pfl-ext methods`` prints them."""
+    between = "Options that all methods have are left out; `pfl-ext run METHOD --help` explains them and these:"
+    return f"{methods_table(entries)}\n\n{between}\n\n{options_table(entries)}"
+
+
+def put_into(page: Path, entries: Sequence[Entry]) -> None:
+    """Replace the tables of a page, which has two comments around them.
+
+    Raises:
+        ValueError: it does not have both, once each and in order.
+    """
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not (begin and end) or _BEGIN in rest or _END in before + after:
+        raise ValueError(f"{page}: the lines {_BEGIN} and {_END} are needed, once each and in this order")
+    new = page.with_name(f"{page.name}.new")
+    new.write_text(f"{before}{_BEGIN}\n{told(entries)}\n{_END}{after}", encoding="utf-8")
+    os.replace(new, page)
 
 
 def _default(value: object) -> str:

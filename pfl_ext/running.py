@@ -161,7 +161,8 @@ def _cells(found: Mapping[str, float] | float, metric: str) -> dict[str, str]:
     if not isinstance(found, Mapping):
         return {metric: f"{scale * found:.{digits}f}"}
     names = {"mean": metric, "std": "std over clients", "lowest5": "lowest 5 %", "top5": "top 5 %"}
-    return {title: f"{scale * found[name]:.{digits}f}" for name, title in names.items()}
+    cells = {title: f"{scale * found[name]:.{digits}f}" for name, title in names.items()}
+    return {**cells, "clients": str(found["count"])}
 
 
 def run_one(experiment: Experiment, output: Output, look: Look) -> Run:

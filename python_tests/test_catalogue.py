@@ -9,19 +9,22 @@ from pathlib import Path
 import pytest
 
 from pfl_ext.algorithms import METHODS
-from pfl_ext.catalogue import catalogue, methods_table, options_table
+from pfl_ext.catalogue import catalogue, put_into
 from pfl_ext.cli import main
 
 PAGE = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
 PACKAGED = list(METHODS)  # before a test makes others known
 
 
-def test_the_page_has_the_tables_that_the_classes_give() -> None:
-    begin, end = (f"<!-- what pfl-ext methods prints: {where} -->" for where in ("begin", "end"))
-    shown = PAGE.partition(begin)[2].partition(end)[0]
+def test_the_page_has_the_tables_that_the_classes_give(tmp_path: Path) -> None:
     entries = catalogue(PACKAGED)
-    assert methods_table(entries) in shown
-    assert options_table(entries) in shown
+    page = tmp_path / "methods.md"
+    page.write_text(PAGE.replace("| `SCAFFOLD` |", "| `Skaffold` |"), encoding="utf-8")
+    put_into(page, entries)
+    assert page.read_text(encoding="utf-8") == PAGE, "make methods brings it up to date"
+    page.write_text("no comments", encoding="utf-8")
+    with pytest.raises(ValueError, match="are needed, once each and in this order"):
+        put_into(page, entries)
 
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:

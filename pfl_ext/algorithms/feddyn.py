@@ -28,7 +28,8 @@ class FedDyn(Method):
 
     :math:`g_k`, which starts at zero, is what the gradient of :math:`L_k` is at the optimum of the last turn. The norm
     is squared. Linear and quadratic term together are one proximal term with the anchor
-    :math:`\theta + g_k / \alpha`. Clients count alike, as in the paper. Buffers are averaged, without h.
+    :math:`\theta + g_k / \alpha`. Clients count alike, as in the paper. Where m grows h stays the mean of all
+    :math:`g_k`: those of clients that join are zero. Buffers are averaged, without h.
     """
 
     name = "feddyn"
@@ -63,7 +64,7 @@ class FedDyn(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Average the clients' models, and take the correction by h off."""
         mean, parameters = uploads.average(equally=True), slice(len(server["h"]))
-        share = len(uploads) / server.members
-        server["h"] = server["h"] - self.alpha * share * (mean - server["model"])[parameters]
+        share, before = len(uploads) / server.members, 1 - server.joined / server.members
+        server["h"] = before * server["h"] - self.alpha * share * (mean - server["model"])[parameters]
         mean[parameters] -= server["h"] / self.alpha
         server["model"] = mean

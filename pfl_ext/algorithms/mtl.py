@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pfl_ext.federation import Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
@@ -25,7 +26,8 @@ class MTL(Method):
     .. math:: v_k \leftarrow v_k - \eta\, (\nabla L_k(v_k) + \lambda (v_k - \bar v)),
 
     with the :math:`\bar v` it received. It sends that mean plus the change of its own model; the server moves the mean
-    over all m clients that can be selected by the changes of those that were.
+    over all m clients that can be selected by the changes of those that were. Where clients join, their initial models
+    come into it.
 
     Readings. Smith et al. learn which tasks are related, for convex losses; this mean is the simplest relation.
     PerAda's table has MTL train and send one full model a client and says no more. There is no global model.
@@ -41,8 +43,8 @@ class MTL(Method):
         self.check("lam", self.lam >= 0, "not negative")
 
     def set_up(self, server: Server) -> None:
-        """The server keeps the mean of all clients' models."""
-        server["mean"] = server.model.state()
+        """The server keeps the mean of all clients' models, and the one that all begin with."""
+        server["mean"] = server["initial"] = server.model.state()
 
     def keeps(self, model: WorkingModel) -> dict[str, Tensor]:
         """The client keeps its own model v_k, which starts from the common initial weights."""
@@ -63,7 +65,8 @@ class MTL(Method):
     def aggregate(self, server: Server, uploads: Uploads) -> None:
         """Move the mean by the changes of all m models, of which those of clients not selected are zero."""
         change = uploads.average("mean", equally=True) - server["mean"]
-        server["mean"] = server["mean"] + len(uploads) / server.members * change
+        mean = torch.lerp(server["mean"], server["initial"], server.joined / server.members)
+        server["mean"] = mean + len(uploads) / server.members * change
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The client's own model v_k."""

@@ -235,8 +235,9 @@ class PersFL(Method):
         return found
 
     def models(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The client's teacher so far, and A_k once it is there."""
-        return {name: client[name] for name in ("teacher", "personal") if name in client}
+        """The client's teacher so far, the global model where there is none yet, and A_k once it is there."""
+        teacher = client["teacher"] if "teacher" in client else received["model"]
+        return {"teacher": teacher} | ({"personal": client["personal"]} if "personal" in client else {})
 
 
 def _only_linear(module: nn.Module) -> bool:

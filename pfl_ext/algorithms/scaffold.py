@@ -26,8 +26,8 @@ class SCAFFOLD(Method):
         x &\leftarrow x + \eta_g \tfrac{1}{|S|} \sum_{k \in S} (y_k - x) \quad \text{lines 16 and 17} \\
         c &\leftarrow c + \tfrac{1}{N} \sum_{k \in S} (c_k^+ - c_k), \quad c_k \leftarrow c_k^+
 
-    All control variates start at zero. (II) is the mean of the gradients that the steps saw and costs nothing; (I)
-    takes one more pass over the data.
+    All control variates start at zero; where N grows, c stays their mean. (II) is the mean of the gradients that the
+    steps saw and costs nothing; (I) takes one more pass over the data.
 
     Readings. Clients count alike, as in the paper. The control variate is added to every gradient, before momentum
     and weight decay. With momentum a gradient is in :math:`x - y_k` more than once, so (II) divides by
@@ -110,5 +110,5 @@ class SCAFFOLD(Method):
             x = server["model"][parameters]
             mean[parameters] = x + self.server_lr * (mean[parameters] - x)
         server["model"] = mean
-        share = len(uploads) / server.members
-        server["control"] = server["control"] + share * uploads.average("control", equally=True)
+        share, before = len(uploads) / server.members, 1 - server.joined / server.members
+        server["control"] = before * server["control"] + share * uploads.average("control", equally=True)

@@ -20,9 +20,10 @@ __all__ = ["Request", "add_trust", "execute", "listed", "make_known", "parse"]
 
 @dataclass(frozen=True)
 class Request:
-    """The methods to show; none named: all."""
+    """The methods to show; none named: all. With a page the tables are put into it."""
 
     names: tuple[str, ...]
+    page: Path | None = None
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -34,18 +35,27 @@ def parse(arguments: Sequence[str]) -> Request:
         "in two rounds of LeNet with six clients, which takes seconds.",
     )
     parser.add_argument("names", nargs="*", metavar="METHOD", help="names of methods; default: all")
-    names = tuple(parser.parse_args(arguments).names)
-    for name in names:
+    parser.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="put the tables between two comments of this page, docs/methods.md",
+    )
+    words = parser.parse_args(arguments)
+    for name in words.names:
         make_known(name, trusted=True)
-    return Request(names)
+    return Request(tuple(words.names), words.page)
 
 
 def execute(request: Request) -> int:
-    """Print a table of the methods and one of their options."""
-    from pfl_ext.catalogue import catalogue, methods_table, options_table
+    """Print a table of the methods and one of their options, or put them into a page."""
+    from pfl_ext.catalogue import catalogue, put_into, told
 
     entries = catalogue(request.names)
-    print(f"{methods_table(entries)}\n\n{options_table(entries)}")
+    if request.page is None:
+        print(told(entries))
+    else:
+        put_into(request.page, entries)
     return 0
 
 

@@ -187,7 +187,8 @@ class Federation:
         begin = time.perf_counter()
         t, s = self.round + 1, self.settings
         self._at_work = f"round {t}"
-        self.server.begin(t, members(s, self.partition.clients, t))
+        there, before = (members(s, self.partition.clients, round) for round in (t, t - 1))
+        self.server.begin(t, there, there - before)
         round = self._state.rounds.round(t)
         for client, report in round.reports.items():
             self._state.reports.update(client, report)

@@ -35,6 +35,7 @@ class Server(dict[str, Tensor]):
         clients: as given.
         partial: whether a client may never be selected: not all are in a round, or some join late or never.
         members: how many of them, the first ones, can be selected in this round: others join later or never.
+        joined: how many of these could not be in the round before.
         round: the round, from 1.
         report: numbers that the method reports of this round, for the tables of the run.
         auxiliary: unlabelled data, None where the run has none. Its targets say nothing.
@@ -54,6 +55,7 @@ class Server(dict[str, Tensor]):
         super().__init__()
         self.task = task
         self.clients = self.members = clients
+        self.joined = 0
         self.partial = settings.participation < 1 or settings.new_clients > 0
         self.round = 0
         self.report: dict[str, float] = {}
@@ -63,9 +65,9 @@ class Server(dict[str, Tensor]):
         networks = Networks.of(module)
         self.networks = tuple(networks.network(k) for k in range(clients))
 
-    def begin(self, round: int, members: int) -> None:
+    def begin(self, round: int, members: int, joined: int = 0) -> None:
         """A new round (the loop says so)."""
-        self.round, self.members = round, members
+        self.round, self.members, self.joined = round, members, joined
         self.report.clear()
 
     @property

@@ -154,7 +154,8 @@ def main_columns(rows: Sequence[Mapping[str, object]], first: Sequence[str] = ()
 
     The local test of the personal and of the global model (of others, if there are neither), on the global test set
     where clients are not evaluated; then what was asked for beside it, such as extra test sets and new clients; and the
-    lowest 5 % of the clients. The last ones are left out where they do not fit.
+    lowest 5 % of the clients. The last ones are left out where they do not fit. After the first, where rows differ in
+    it, over how many clients their means are.
 
     Args:
         rows: those of `comparison`, in a sweep with the options that differ.
@@ -173,6 +174,8 @@ def main_columns(rows: Sequence[Mapping[str, object]], first: Sequence[str] = ()
         if column.partition(": ")[0] in shown and not _is_result(column) and not column.endswith(": std")
     ]
     chosen += [column for column in ("lowest 5 %",) if column in columns]
+    if len({str(row.get("clients")) for row in rows}) > 1:  # means over different clients do not compare
+        chosen.insert(1, "clients")
     while len(chosen) > 1 and _width(rows, [*first, "method", *chosen], digits) > WIDTH:
         chosen.pop()
     return [*first, "method", *chosen]
@@ -344,12 +347,15 @@ def tails(runs: Runs, metric: str = "accuracy", split: str = "test") -> list[Row
     for name, seeds in histories.items():
         last = [best_rounds(history, metric) for history in seeds]
         row: Row = {"method": name}
+        clients = None  # that were evaluated
         for model in models:
             summaries = [(rounds.get(model, {}).get("last") or {}).get(split, {}).get(metric, {}) for rounds in last]
             for column, statistic in names.items():
                 values = [summary[statistic] * scale_of(metric) if summary else None for summary in summaries]
                 row[f"{model}: {column}"] = _over_seeds(values)
-        rows.append(row)
+            counts = [summary["count"] for summary in summaries if summary]
+            clients = _over_seeds(counts) if clients is None and counts else clients
+        rows.append({**row, "clients": clients})
     shown = [column for column in (rows[0] if rows else ()) if any(row[column] is not None for row in rows)]
     return [{column: row[column] for column in shown} for row in rows]
 

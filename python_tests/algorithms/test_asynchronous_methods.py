@@ -41,6 +41,7 @@ def test_fedasync_mixes_an_upload_into_the_model() -> None:
     assert server["model"].tolist() == [1 + 0.125 * 2, 2 + 0.125 * 4]
 
 
+@pytest.mark.by_hand("fedasync")
 def test_fedasyncs_client_is_held_near_what_it_received(turn: Turn) -> None:
     rho = 0.7
     runtime, client = turn(FedAsync(lr=LR, batch_size=4, rho=rho))

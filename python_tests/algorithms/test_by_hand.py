@@ -20,6 +20,7 @@ def _steps(client: Client, name: str, count: int, size: int = 4) -> list[Any]:
     return list(client.batches(size, steps=count, name=name))
 
 
+@pytest.mark.by_hand("fedavg")
 def test_fedavg_takes_sgd_steps_from_the_global_model(turn: Turn) -> None:
     runtime, client = turn(FedAvg(lr=LR, batch_size=4))
     start = runtime.server["model"]
@@ -29,6 +30,25 @@ def test_fedavg_takes_sgd_steps_from_the_global_model(turn: Turn) -> None:
     sent = runtime.method.train(client, {"model": start})
     torch.testing.assert_close(sent["model"], w, rtol=0, atol=1e-14)
     assert not torch.equal(w, start)
+
+
+# What the server makes of the uploads is by hand in tests of their own.
+_FEDAVGS_STEPS = (
+    "cfl", "fedadagrad", "fedadam", "fedavgm", "fedbuff", "feddf", "fedyogi", "knn-per", "power-of-choice",
+)  # fmt: skip
+
+
+@pytest.mark.by_hand(*_FEDAVGS_STEPS)
+@pytest.mark.parametrize("name", _FEDAVGS_STEPS)
+def test_clients_of_methods_that_differ_elsewhere_take_sgd_steps_from_what_they_received(turn: Turn, name: str) -> None:
+    runtime, client = turn(METHODS[name](lr=LR, batch_size=4, **({"kd_steps": 0} if name == "feddf" else {})))
+    start = client.model.state() + 0.1
+    w = start.clone()
+    for batch in _steps(client, "batches", 2):
+        w = w - LR * gradient(client, w, batch)
+    sent = runtime.method.train(client, {"model": start})
+    found = start + sent["change"] if name == "fedbuff" else sent["model"]
+    torch.testing.assert_close(found, w, rtol=0, atol=1e-14)
 
 
 def test_momentum_and_weight_decay_are_those_of_torchs_sgd(turn: Turn) -> None:
@@ -54,6 +74,7 @@ def test_the_server_weighs_clients_by_samples() -> None:
     assert torch.equal(uploads.average(), server["model"])
 
 
+@pytest.mark.by_hand("fedprox")
 def test_fedprox_is_held_near_the_global_model(turn: Turn) -> None:
     mu = 0.7
     runtime, client = turn(FedProx(lr=LR, batch_size=4, mu=mu))
@@ -94,6 +115,7 @@ def test_the_proximal_terms_are_not_dead(turn: Turn) -> None:
         assert not torch.equal(*results)
 
 
+@pytest.mark.by_hand("ditto")
 def test_dittos_personal_model_is_held_near_the_received_one(turn: Turn) -> None:
     lam = 0.5
     runtime, client = turn(Ditto(lr=LR, batch_size=4, lam=lam, personal_epochs=2))
@@ -109,6 +131,7 @@ def test_dittos_personal_model_is_held_near_the_received_one(turn: Turn) -> None
     assert torch.equal(sent["model"], plain.method.train(other, {"model": w})["model"])  # w_k is FedAvg's
 
 
+@pytest.mark.by_hand("standalone")
 def test_standalone_goes_on_from_its_own_model_and_sends_nothing(turn: Turn) -> None:
     runtime, client = turn(Standalone(lr=LR, batch_size=4))
     v = client["personal"] + 0.5
@@ -119,6 +142,7 @@ def test_standalone_goes_on_from_its_own_model_and_sends_nothing(turn: Turn) -> 
     torch.testing.assert_close(client["personal"], v, rtol=0, atol=1e-14)
 
 
+@pytest.mark.by_hand("fedavg-ft")
 def test_fine_tuning_starts_at_the_last_global_model(turn: Turn) -> None:
     runtime, client = turn(FedAvgFT(lr=LR, batch_size=4, fine_tune_epochs=2), stage="finish")
     w = runtime.server["model"] + 0.1
@@ -168,6 +192,7 @@ def test_the_initial_model_is_no_teacher(turn: Turn) -> None:
     assert "teacher" not in client
 
 
+@pytest.mark.by_hand("persfl")
 @pytest.mark.parametrize("soft", ["kl", "ce"])
 @pytest.mark.parametrize("soft_mean", ["samples", "elements"])
 @pytest.mark.parametrize("grid", ["one-by-one", "batched"])

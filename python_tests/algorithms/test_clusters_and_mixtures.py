@@ -37,6 +37,7 @@ def _linear(method: Any, clients: int = 4) -> Server:
 # ---- IFCA ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("ifca")
 def test_ifca_trains_the_model_with_the_lowest_loss(turn: Turn) -> None:
     runtime, client = turn(IFCA(**QUICK, clusters=3))
     received = runtime.method.sends(runtime.server, 0, "train")
@@ -81,6 +82,7 @@ def test_a_network_that_cannot_be_drawn_anew_is_refused() -> None:
 # ---- FedEM -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("fedem")
 def test_fedem_takes_the_two_steps_of_expectation_maximisation(turn: Turn) -> None:
     runtime, client = turn(FedEM(**QUICK, components=2))
     received = runtime.method.sends(runtime.server, 0, "train")
@@ -249,6 +251,7 @@ def test_fedcac_mixes_critical_parameters_with_partners_and_the_rest_with_all() 
     assert method.partners(server["critical"], server["known"], 20).tolist() == torch.eye(3).bool().tolist()
 
 
+@pytest.mark.by_hand("fedcac")
 def test_fedcac_trains_the_mixture(turn: Turn) -> None:
     runtime, client = turn(FedCAC(**QUICK))
     start = runtime.server["model"] + 0.1
@@ -281,6 +284,7 @@ def _mixed(server: Server, v: Tensor) -> Tensor:
     return torch.cat([weights[0] @ rows[:, :25], weights[1] @ rows[:, 25:]])
 
 
+@pytest.mark.by_hand("pfedla")
 def test_pfedla_mixes_layers_and_steps_the_hypernetwork_along_the_change(turn: Turn) -> None:
     runtime, client = turn(PFedLA(**SMALL))
     method, server = runtime.method, runtime.server

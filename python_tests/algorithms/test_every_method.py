@@ -3,9 +3,10 @@ partial participation, worker processes, a run that is stopped and goes on."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
-import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,16 @@ def _variances(model: WorkingModel, state: Tensor) -> Tensor:
     return torch.cat([piece for name, piece in named if name.endswith("running_var")])
 
 
-def _check_losses(record: Record) -> None:
+def _check_losses(record: Record, clients: int, new: int = 0) -> None:
+    """They are finite, and of all clients, whether they took part or not: else means do not compare."""
     assert record["models"].keys() <= {"global", "personal", "teacher"} and record["models"]
-    for of in (record["models"], record.get("new_clients", {})):
+    for of, count in ((record["models"], clients), (record.get("new_clients", {}), new)):
         for model, splits in of.items():
             for split, metrics in splits.items():
                 loss = metrics["loss"]["mean"] if isinstance(metrics["loss"], dict) else metrics["loss"]
                 assert math.isfinite(loss), (record["round"], model, split)
+                if isinstance(metrics["loss"], dict):
+                    assert metrics["loss"]["count"] == count, (record["round"], model, split)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -80,7 +84,7 @@ def test_batch_normalisation_late_clients_and_partial_participation_give_finite_
     run = Federation(_method(name), _network(frozen), dataset, partition, settings, auxiliary=auxiliary)
     before = _variances(run.server.model, run.server.model.state())
     for record in run.run():
-        _check_losses(record)
+        _check_losses(record, 2, 1)
     changed = False
     for state in _states(run):
         variances = _variances(run.server.model, state)
@@ -98,7 +102,7 @@ def test_a_federation_may_have_one_client(name: str, dataset: Dataset, partition
         lr=0.1, batch_size=4, **{**_SHORT.get(name, {}), **({"buffer": 1} if name == "fedbuff" else {})}
     )
     for record in Federation(method, _network(False), dataset, one, Settings(rounds=2), auxiliary=auxiliary).run():
-        _check_losses(record)
+        _check_losses(record, 1)
 
 
 # ---- the same bits: in workers, and after a stop ---------------------------------------------------------------------
@@ -190,10 +194,27 @@ def _check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], vector), name
 
 
-def test_every_method_has_a_test_by_hand() -> None:
-    """Of a step or of what the server does: a test of its own that names its class."""
-    texts = [
-        path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)
-    ]
-    named = {word for text in texts for word in re.findall(r"\w+", text)}
-    assert [method.__name__ for method in METHODS.values() if method.__name__ not in named] == []
+# ---- the equations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> dict[str, list[str]]:
+    """For each method the tests beside this one that are marked as a turn of it by hand, in float64."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        specification = importlib.util.spec_from_file_location(f"looked_at_{path.stem}", path)
+        if path == Path(__file__) or specification is None or specification.loader is None:
+            continue
+        module = sys.modules[specification.name] = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        for name, test in vars(module).items():
+            marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "by_hand"]
+            for method in (method for mark in marks for method in mark.args):
+                assert name.startswith("test_") and method in METHODS, (path.name, name, method)
+                found.setdefault(method, []).append(name)
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_turn_of_one_client_is_computed_by_hand(name: str, by_hand: dict[str, list[str]]) -> None:
+    assert by_hand.get(name), f"mark the test of its equations: @pytest.mark.by_hand({name!r})"

@@ -33,6 +33,7 @@ def _means(z: Tensor, y: Tensor) -> Tensor:
 # ---- MOON ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("moon")
 def test_moon_is_drawn_to_the_received_features_and_away_from_the_last_ones(turn: Turn) -> None:
     mu, tau = 2.0, 0.5
     runtime, client = turn(MOON(**QUICK, mu=mu, tau=tau))
@@ -66,6 +67,7 @@ def test_moons_first_turn_is_fedavgs(turn: Turn) -> None:
 # ---- FedProto --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("fedproto")
 def test_fedproto_trains_towards_prototypes_and_sends_its_own(turn: Turn) -> None:
     lam, known = 0.7, torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     runtime, client = turn(FedProto(**QUICK, lam=lam))
@@ -127,6 +129,7 @@ def test_fedproto_predicts_the_nearest_prototype(turn: Turn) -> None:
 # ---- FedPAC ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("fedpac")
 def test_fedpac_trains_the_head_then_the_representation_towards_the_centroids(turn: Turn) -> None:
     lam = 0.7
     runtime, client = turn(FedPAC(**QUICK, lam=lam))
@@ -217,6 +220,7 @@ def test_fedpacs_server_mixes_heads_of_those_alike(network: nn.Module) -> None:
 # ---- FedAS -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("fedas")
 def test_fedas_aligns_the_received_representation_to_its_own_features(turn: Turn) -> None:
     align_lr = 0.3
     runtime, client = turn(FedAS(**QUICK, align_lr=align_lr))
@@ -281,6 +285,7 @@ def _valve(v: Tensor, z: Tensor, condition: Tensor) -> Tensor:
     return F.relu((halves[0] + 1) * z + halves[1])
 
 
+@pytest.mark.by_hand("gpfl")
 def test_gpfl_trains_features_valve_embeddings_and_head_at_once(turn: Turn) -> None:
     lam = 0.3
     runtime, client = turn(GPFL(**QUICK, lam=lam))

@@ -48,6 +48,7 @@ def _pass(client: Client, own: Tensor, w: Tensor, weights: Tensor, batches: list
     return weights, statistics.mean(losses)
 
 
+@pytest.mark.by_hand("fedala")
 def test_later_turns_learn_the_weights_by_one_pass_and_train_from_there(turn: Turn) -> None:
     runtime, client = turn(_method())
     w = runtime.server["model"]

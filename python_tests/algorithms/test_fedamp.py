@@ -34,6 +34,7 @@ def _vector(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+@pytest.mark.by_hand("fedamp")
 def test_a_client_trains_near_its_cloud_model_and_from_it(turn: Turn) -> None:
     runtime, client = turn(_method())
     u = runtime.model.state() + 0.1

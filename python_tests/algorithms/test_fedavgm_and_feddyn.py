@@ -6,7 +6,8 @@ from by_hand import LR, Turn, gradient, server_of
 from torch import Tensor, nn
 
 from pfl_ext.algorithms import FedAvg, FedAvgM, FedDyn
-from pfl_ext.federation import Uploads
+from pfl_ext.data import Dataset, Partition
+from pfl_ext.federation import Federation, Settings, Uploads
 
 W = torch.tensor([1.0, 2.0], dtype=torch.float64)
 
@@ -71,6 +72,7 @@ def test_the_servers_momentum_leaves_buffers_alone(network: nn.Module) -> None:
 # ---- FedDyn ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("feddyn")
 def test_feddyns_client_minimises_the_dynamically_regularised_loss(turn: Turn) -> None:
     alpha = 0.3
     runtime, client = turn(FedDyn(lr=LR, batch_size=4, alpha=alpha))
@@ -128,6 +130,17 @@ def test_feddyns_state_is_the_mean_of_what_the_clients_keep(turn: Turn, network:
             gradients[k] = client["gradient"]
         method.aggregate(server, Uploads(selected, [8] * len(selected), sent))
     torch.testing.assert_close(server["h"], sum(gradients.values()) / 3, rtol=0, atol=1e-14)
+
+
+def test_feddyns_state_stays_the_mean_where_clients_join(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    settings = Settings(rounds=4, new_clients=1, join_round=3, participation=0.67)
+    run = Federation(FedDyn(lr=LR, batch_size=4, alpha=0.2), network, dataset, partition, settings)
+    for record in run.rounds():
+        store = run.engine.store  # type: ignore[attr-defined]
+        kept = [store.read(k, "gradient") for k in range(2 if record["round"] < 3 else 3)]
+        torch.testing.assert_close(run.server["h"], torch.stack(kept).mean(0), rtol=0, atol=1e-14)
 
 
 def test_feddyns_state_leaves_buffers_alone(network: nn.Module) -> None:

@@ -33,6 +33,7 @@ def network() -> nn.Module:
 NORMS = 2 * (5 + 5 + 5 + 5 + 1)
 
 
+@pytest.mark.by_hand("fedbn")
 def test_every_batch_normalisation_stays_and_all_is_trained(turn: Turn) -> None:
     runtime, client = turn(FedBN(lr=LR, batch_size=4))
     model = client.model

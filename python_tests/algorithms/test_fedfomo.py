@@ -32,6 +32,7 @@ def _trained(client: Client, state: Tensor, steps: int) -> Tensor:
     return state
 
 
+@pytest.mark.by_hand("fedfomo")
 def test_models_that_help_are_mixed_by_how_much_and_how_far_they_are(turn: Turn) -> None:
     runtime, client = turn(_method())
     start = runtime.model.state()

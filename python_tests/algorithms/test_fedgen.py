@@ -44,6 +44,7 @@ def _received(runtime: Any, counts: tuple[float, ...]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.by_hand("fedgen")
 def test_a_client_trains_on_its_data_and_on_generated_features(turn: Turn) -> None:
     lam = 0.7
     method = _method(lam=lam)
@@ -141,6 +142,25 @@ def test_the_diversity_term_is_alive_at_real_sizes() -> None:
     assert diversity(noise, 2 * features) < apart
     (slope,) = torch.autograd.grad(apart, features)
     assert diversity(noise, features - slope / slope.norm()) < apart
+
+
+@pytest.mark.parametrize(("features", "classes"), [(84, 10), (512, 100)], ids=["lenet", "resnet18"])
+def test_the_generator_moves_by_both_terms_at_real_sizes(features: int, classes: int) -> None:
+    """With the default sizes, from a new generator: neither gradient is lost beside the other."""
+    method = FedGen()
+    network = nn.Sequential(nn.Linear(4, features), nn.Linear(features, classes))
+    server = _server(method, network)
+    random = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (method.generated,), generator=random)
+    noise = torch.randn(method.generated, method.noise, generator=random)
+    start = server["generator"].clone().requires_grad_()
+    z = method._generator(server.model)(start, torch.cat([noise, F.one_hot(labels, classes).float()], 1))
+    terms = (F.cross_entropy(network[1](z), labels), method.diversity * diversity(noise, z))
+    understood, apart = (float(torch.autograd.grad(term, start, retain_graph=True)[0].norm()) for term in terms)
+    assert 0.1 < apart / understood < 10
+    # By norms in place of means nothing of it would be left.
+    norms = torch.exp(-(torch.cdist(noise, noise) ** 2 * torch.cdist(z, z, p=1)).mean())
+    assert float(torch.autograd.grad(norms, start)[0].norm()) < 1e-6 * understood
 
 
 def test_both_terms_of_the_generator_matter(network: nn.Module) -> None:

@@ -9,6 +9,7 @@ from pfl_ext.algorithms import FedAvg, FedNova
 from pfl_ext.federation import Uploads
 
 
+@pytest.mark.by_hand("fednova")
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_client_sends_its_change_for_one_step(turn: Turn, momentum: float) -> None:
     runtime, client = turn(FedNova(lr=LR, batch_size=4, momentum=momentum))

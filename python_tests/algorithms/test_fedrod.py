@@ -23,6 +23,7 @@ def _logits(client: Client, state: Tensor, inputs: Tensor) -> tuple[Tensor, Tens
     return z, F.linear(z, w[2], w[3])
 
 
+@pytest.mark.by_hand("fedrod")
 def test_the_generic_model_is_trained_by_the_balanced_softmax(turn: Turn) -> None:
     runtime, client = turn(FedRoD(lr=LR, batch_size=4, gamma=1.0))
     counts = client.label_counts().double()

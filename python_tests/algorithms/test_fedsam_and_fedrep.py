@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from by_hand import LR, Turn, entries, gradient, joined, models
 
 from pfl_ext.algorithms import FedAvg, FedRep, FedSAM
 
 
+@pytest.mark.by_hand("fedsam")
 def test_fedsam_steps_by_the_gradient_at_the_perturbed_model(turn: Turn) -> None:
     rho = 0.3
     runtime, client = turn(FedSAM(lr=LR, batch_size=4, rho=rho))
@@ -25,6 +27,7 @@ def test_fedsam_of_radius_zero_is_fedavg(turn: Turn) -> None:
     assert torch.equal(runtime.method.train(client, w)["model"], plain.method.train(other, w)["model"])
 
 
+@pytest.mark.by_hand("fedrep")
 def test_fedrep_trains_the_head_then_the_representation(turn: Turn) -> None:
     runtime, client = turn(FedRep(lr=LR, batch_size=4, head_epochs=2))
     head = entries(client.model, "2")

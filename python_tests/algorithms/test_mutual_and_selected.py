@@ -17,6 +17,7 @@ from pfl_ext.federation import Federation, InProcess, Settings, Uploads
 QUICK: dict[str, Any] = {"lr": LR, "batch_size": 4}
 
 
+@pytest.mark.by_hand("fml")
 def test_both_models_of_fml_learn_from_labels_and_each_other(turn: Turn) -> None:
     alpha, beta = 0.3, 0.8
     runtime, client = turn(FML(**QUICK, alpha=alpha, beta=beta))
@@ -54,6 +55,7 @@ def _head(numbers: Tensor, shares: Tensor) -> Tensor:
     return F.linear(F.relu(F.linear(shares, a.view(4, 3), b)), c.view(18, 4), d)
 
 
+@pytest.mark.by_hand("fedrod-h")
 def test_the_hypernetwork_of_fedrod_learns_what_the_generic_head_lacks(turn: Turn) -> None:
     runtime, client = turn(FedRoDHyper(**QUICK, hidden=4))
     counts = torch.tensor([3.0, 3.0, 2.0], dtype=torch.float64)

@@ -34,6 +34,7 @@ def public(dataset: Dataset) -> Dataset:
 # ---- FedMD -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("fedmd")
 @pytest.mark.parametrize("distance", ["absolute", "squared"])
 def test_a_turn_of_fedmd_digests_revisits_and_says_what_the_next_samples_are(
     distance: str, dataset: Dataset, partition: Partition, network: nn.Module, public: Dataset

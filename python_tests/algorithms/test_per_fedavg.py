@@ -24,6 +24,7 @@ def _step(client: Client, w: torch.Tensor, batches: Any, alpha: float, delta: fl
     return g - alpha * product / (2 * delta)
 
 
+@pytest.mark.by_hand("per-fedavg")
 @pytest.mark.parametrize("variant", ["fo", "hf"])
 def test_each_step_is_by_the_meta_gradient_of_three_batches(turn: Turn, variant: str) -> None:
     alpha, delta = 0.3, 0.01

@@ -67,6 +67,7 @@ def _server(module: nn.Module, auxiliary: Dataset | None, held_out: Dataset | No
 # ---- the clients' part -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("perada")
 @pytest.mark.parametrize("official", [False, True])
 def test_the_personal_adapter_is_held_near_w_and_the_local_one_starts_there(turn: Turn, official: bool) -> None:
     lam = 0.7
@@ -413,6 +414,7 @@ def _steps(client: Client, state: Tensor, chosen: Tensor, **batches: Any) -> Ten
     return state
 
 
+@pytest.mark.by_hand("fedalt")
 def test_fedalt_trains_the_personal_part_then_the_shared_one(turn: Turn) -> None:
     runtime, client = turn(FedAlt(lr=LR, batch_size=4, personal_epochs=2))
     v = entries(client.model, "4")
@@ -428,6 +430,7 @@ def test_fedalt_trains_the_personal_part_then_the_shared_one(turn: Turn) -> None
     torch.testing.assert_close(sent["shared"], state[u], rtol=0, atol=1e-13)
 
 
+@pytest.mark.by_hand("fedsim")
 def test_fedsim_trains_both_parts_in_every_step(turn: Turn) -> None:
     runtime, client = turn(FedSim(lr=LR, batch_size=4, personal="2"))
     v = entries(client.model, "2")

@@ -44,6 +44,7 @@ def test_each_client_is_sent_what_the_hypernetwork_makes_of_its_embedding(turn: 
     assert not torch.equal(_weights(vectors, 0), _weights(vectors, 1))
 
 
+@pytest.mark.by_hand("pfedhn")
 def test_a_client_sends_how_sgd_changed_its_weights(turn: Turn) -> None:
     runtime, client = turn(PFedHN(**SMALL))
     start = runtime.method.sends(runtime.server, 0, "train")["model"]
@@ -174,6 +175,7 @@ def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
         PFedHN(**{option: value})
 
 
+@pytest.mark.by_hand("pfedhn-pc")
 def test_the_personal_classifier_stays_with_the_client(turn: Turn) -> None:
     """pFedHN-PC: the hypernetwork makes the body, the head is the client's and goes on from its last turn."""
     runtime, client = turn(PFedHNPC(**SMALL))

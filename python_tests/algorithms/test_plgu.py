@@ -38,6 +38,7 @@ def _start(runtime: Any) -> tuple[Tensor, Tensor]:
 # ---- PLGU-LF ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("plgu-lf")
 @pytest.mark.parametrize("ascent", ["personal", "global"])
 def test_lf_takes_the_steps_of_algorithm_1(turn: Turn, ascent: str) -> None:
     runtime, client = turn(PLGULF(lr=LR, batch_size=4, rho=RHO, personal_layers=1, ascent=ascent))
@@ -264,6 +265,7 @@ def test_the_papers_five_of_23_layers_are_taken_in_proportion(layers: int, count
 # ---- PLGU-GRep -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("plgu-grep")
 @pytest.mark.parametrize("steps", [1, 0])
 def test_grep_takes_the_steps_of_equations_9_to_13(turn: Turn, steps: int) -> None:
     # The head is the first layer, so that the representation has the two tensors of the other and scores matter.
@@ -301,6 +303,7 @@ def test_greps_head_is_that_of_fedrep_to_the_bit(turn: Turn) -> None:
 # ---- PLGU-GHN --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("plgu-ghn")
 def test_ghn_scores_layers_by_their_distance_from_what_was_sent(turn: Turn) -> None:
     runtime, client = turn(PLGUGHN(lr=LR, batch_size=4, rho=RHO))
     sent_down = runtime.method.sends(runtime.server, 0, "train")["model"]

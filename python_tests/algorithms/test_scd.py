@@ -42,6 +42,7 @@ def _step(client: Client, state: Tensor, teacher: Tensor, lam: float, tau: float
     return state - LR * gradient
 
 
+@pytest.mark.by_hand("scd")
 @pytest.mark.parametrize("form", ["normalized", "paper", "generalized", "mean"])
 def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) -> None:
     method = SCD(lr=LR, momentum=0.0, batch_size=4, lam_g=0.3, lam_p=0.2, tau=0.4, form=form, personal_epochs=2)

@@ -23,6 +23,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.by_hand("fedper", "lg-fedavg")
 @pytest.mark.parametrize(("cls", "shared", "own", "size"), PARTS)
 def test_both_parts_take_steps_together_and_one_is_sent(turn: Turn, cls: Any, shared: str, own: str, size: int) -> None:
     runtime, client = turn(cls(lr=LR, batch_size=4))
@@ -104,6 +105,7 @@ def test_only_the_shared_part_is_communicated(
 # ---- FedBABU ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("fedbabu")
 def test_fedbabu_trains_the_body_under_the_initial_head(turn: Turn) -> None:
     runtime, client = turn(FedBABU(lr=LR, batch_size=4, weight_decay=0.1))
     head = entries(client.model, "2")

@@ -30,6 +30,7 @@ def test_one_model_is_sent_and_the_trained_ones_are_counted(
 # ---- MTL -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("mtl")
 def test_mtls_model_is_drawn_to_the_mean(turn: Turn) -> None:
     lam = 0.5
     runtime, client = turn(MTL(lr=LR, batch_size=4, lam=lam))
@@ -73,6 +74,17 @@ def test_clients_that_cannot_be_selected_yet_do_not_count_in_mtls_mean(
     torch.testing.assert_close(run.server["mean"], kept["personal/rows"][:2].mean(0), rtol=0, atol=1e-13)
 
 
+def test_the_initial_models_of_clients_that_join_come_into_mtls_mean(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    settings = Settings(rounds=4, new_clients=1, join_round=3, participation=0.67)
+    run = Federation(MTL(lr=LR, batch_size=4), network, dataset, partition, settings)
+    for record in run.rounds():
+        store = run.engine.store  # type: ignore[attr-defined]
+        rows = torch.stack([store.read(k, "personal") for k in range(2 if record["round"] < 3 else 3)])
+        torch.testing.assert_close(run.server["mean"], rows.mean(0), rtol=0, atol=1e-13)
+
+
 def test_mtl_without_its_term_is_standalone_and_with_it_is_not(turn: Turn) -> None:
     found = []
     for method in (MTL(lr=LR, batch_size=4, lam=0.0), Standalone(lr=LR, batch_size=4), MTL(lr=LR, batch_size=4)):
@@ -87,6 +99,7 @@ def test_mtl_without_its_term_is_standalone_and_with_it_is_not(turn: Turn) -> No
 # ---- pFedMe ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("pfedme")
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_pfedme_solves_the_inner_problem_and_steps_towards_its_solution(turn: Turn, momentum: float) -> None:
     lam, inner, personal_lr, lr = 2.0, 3, 0.05, 0.2
@@ -149,6 +162,7 @@ def test_a_client_that_never_took_part_has_the_global_model_as_it_is_now(turn: T
 # ---- APFL ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_hand("apfl")
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_apfl_steps_both_models_and_the_weight(turn: Turn, adaptive: bool) -> None:
     alpha = 0.4

@@ -144,6 +144,10 @@ def test_the_main_columns_fit_100_characters():
         asked[1],
     ]
     assert main_columns(more) == ["method", *chosen[:2], *asked]  # the last one does not fit
+    counted = [{**row, "clients": 20} for row in rows]
+    assert main_columns(counted) == ["method", *chosen]
+    counted[1]["clients"] = 19  # means over others do not compare
+    assert main_columns(counted) == ["method", chosen[0], "clients", *chosen[1:]]
     for length in (20, 40, 60):
         long = [{**row, "method": "m" * length} for row in rows]
         shown = table(long, main_columns(long), best=best_cells(long, "accuracy"))
@@ -327,7 +331,9 @@ def test_tails_are_the_lowest_and_top_five_per_cent_of_each_model(make_run):
     assert list(first) == [
         "method",
         *(f"{m}: {c}" for m in ("personal", "global") for c in ("mean", "lowest 5 %", "top 5 %")),
+        "clients",
     ]
+    assert first["clients"] == second["clients"] == 40
     assert first["personal: lowest 5 %"].mean == pytest.approx(100 * 0.75 * 1.5 / 40)
     assert first["global: top 5 %"].std == pytest.approx(100 * 39.5 / 40 / 2 / 2**0.5)
     assert second["personal: mean"] is None
