@@ -25,18 +25,32 @@ constexpr int kOutputs = 2;
 constexpr int kVectors = 2;
 #endif
 
-template <typename T>
-T sum_of_lanes(T (&lanes)[kSumLanes<T>]) {
-  for (int width = kSumLanes<T> / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+// Written out by vectors: gcc 12 makes a loop over numbers of it, which took longer than the products.
+template <typename T, int kLanesHere>
+inline T sum_of_lanes(const vector_t<T, kLanesHere>& lanes) {
+  if constexpr (kLanesHere == 1) {
+    return lanes;
+  } else {
+    using Half = vector_t<T, kLanesHere / 2>;
+    Half halves[2];
+    memcpy(halves, &lanes, sizeof(lanes));
+    return sum_of_lanes<T, kLanesHere / 2>(halves[0] + halves[1]);
   }
-  return lanes[0];
+}
+template <typename T>
+inline T sum_of_lanes(const T* lanes) {
+  wide_t<T> parts[kParts];
+  memcpy(parts, lanes, sizeof(parts));
+  for (int width = kParts / 2; width > 0; width /= 2) {
+    for (int p = 0; p < width; ++p) parts[p] += parts[p + width];
+  }
+  return sum_of_lanes<T, kLanes<T>>(parts[0]);
 }
 
 // kRowsHere x kOutputsHere dot products. A vector is part of the lanes of a sum: part after part, so that registers
 // hold as many sums as they can.
 template <typename T, int kRowsHere, int kOutputsHere>
-void dots(const LinearShape& s, bool relu, const T* x, const T* weight, const T* bias, T* y) {
+void dots(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y) {
   using V = wide_t<T>;
   constexpr int64_t kStep = kSumLanes<T>;
   const int64_t whole = s.inputs / kStep * kStep;
@@ -67,33 +81,30 @@ void dots(const LinearShape& s, bool relu, const T* x, const T* weight, const T*
     }
   }
   for (int r = 0; r < kRowsHere; ++r) {
-    for (int o = 0; o < kOutputsHere; ++o) {
-      const T sum = sum_of_lanes(lanes[r][o]) + bias[o];
-      y[r * s.outputs + o] = relu && sum <= 0 ? T(0) : sum;  // NaN stays, as in torch
-    }
+    for (int o = 0; o < kOutputsHere; ++o) y[r * s.outputs + o] = sum_of_lanes<T>(lanes[r][o]) + bias[o];
   }
 }
 
 template <typename T, int kOutputsHere>
-void dots_of_rows(const LinearShape& s, bool relu, const T* x, const T* weight, const T* bias, T* y) {
+void dots_of_rows(const LinearShape& s, const T* x, const T* weight, const T* bias, T* y) {
   for (int64_t row = 0; row < s.rows; row += kRows) {
     const T* from = x + row * s.inputs;
     T* to = y + row * s.outputs;
     switch (s.rows - row) {
       case 1:
-        dots<T, 1, kOutputsHere>(s, relu, from, weight, bias, to);
+        dots<T, 1, kOutputsHere>(s, from, weight, bias, to);
         break;
       case 2:
-        dots<T, 2, kOutputsHere>(s, relu, from, weight, bias, to);
+        dots<T, 2, kOutputsHere>(s, from, weight, bias, to);
         break;
       case 3:
-        dots<T, 3, kOutputsHere>(s, relu, from, weight, bias, to);
+        dots<T, 3, kOutputsHere>(s, from, weight, bias, to);
         break;
       case 4:
-        dots<T, 4, kOutputsHere>(s, relu, from, weight, bias, to);
+        dots<T, 4, kOutputsHere>(s, from, weight, bias, to);
         break;
       default:
-        dots<T, kRows, kOutputsHere>(s, relu, from, weight, bias, to);
+        dots<T, kRows, kOutputsHere>(s, from, weight, bias, to);
     }
   }
 }
@@ -103,9 +114,15 @@ void forward(const LinearShape& s, bool relu, int64_t begin, int64_t end, const 
              T* y) {
   int64_t o = begin;
   for (; o + kOutputs <= end; o += kOutputs) {
-    dots_of_rows<T, kOutputs>(s, relu, x, weight + o * s.inputs, bias + o, y + o);
+    dots_of_rows<T, kOutputs>(s, x, weight + o * s.inputs, bias + o, y + o);
   }
-  for (; o < end; ++o) dots_of_rows<T, 1>(s, relu, x, weight + o * s.inputs, bias + o, y + o);
+  for (; o < end; ++o) dots_of_rows<T, 1>(s, x, weight + o * s.inputs, bias + o, y + o);
+  if (!relu) return;
+  // Behind all sums: signs cannot be foretold, and a branch for each sum took as long as a quarter of its products.
+  for (int64_t row = 0; row < s.rows; ++row) {
+    T* to = y + row * s.outputs;
+    for (o = begin; o < end; ++o) to[o] = to[o] <= 0 ? T(0) : to[o];  // NaN stays, as in torch
+  }
 }
 
 template <typename T>
