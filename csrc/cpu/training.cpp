@@ -255,6 +255,7 @@ class LocalSteps {
         add(rows_ * layer.convolution.height * layer.convolution.width * layer.convolution.inputs * item_);
       } else {
         add(layer.linear.rows * layer.linear.inputs * item_);  // the gradient of x
+        add(layer.linear.outputs * item_);                     // that of the bias
         if (layer.flattened != 0) add(2 * layer.linear.rows * layer.linear.inputs * item_);
       }
     }
@@ -328,6 +329,14 @@ class LocalSteps {
         to_x = images;
       }
     }
+    if (is_plain()) {
+      char* of_bias = arena.take(s.outputs * item_);
+      torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 64), [&](int64_t begin, int64_t end) {
+        linear().weight_step(dtype_, how_, s, begin, end, grad, layer.x, weight(2 * l), of_bias);
+      });
+      move(2 * l + 1, 0, s.outputs, of_bias);
+      return to_x;
+    }
     // Some outputs at a time: their gradients stay in the first-level cache until they are used.
     const int64_t some = std::max<int64_t>(4, 4096 / s.inputs / 4 * 4);
     torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 64), [&](int64_t begin, int64_t end) {
@@ -367,6 +376,8 @@ class LocalSteps {
     move(2 * l + 1, 0, size(2 * l + 1), of_bias);
     return to_x;
   }
+
+  bool is_plain() const { return !has_anchors_ && !has_buffers_ && how_.weight_decay == 0; }
 
   // Elements [offset, offset + n) of parameter p, whose gradient this is.
   void move(size_t p, int64_t offset, int64_t n, const char* gradient) const {

@@ -130,11 +130,30 @@ void mask(int64_t count, const T* __restrict grad, const T* __restrict y, T* __r
   for (int64_t i = 0; i < count; ++i) masked[i] = y[i] <= 0 ? T(0) : grad[i];
 }
 
-// to[row][vectors] = sum over `count` of factors[row][i] * from[i][vectors], for kRowsHere rows and kVectorsHere
+// What becomes of sums of products at a place: they are put there, or it is stepped along them.
+template <typename T>
+struct Put {
+  template <typename V>
+  void operator()(const V& sums, T* to) const {
+    memcpy(to, &sums, sizeof(V));
+  }
+};
+template <typename T>
+struct Step {
+  template <typename V>
+  void operator()(const V& sums, T* to) const {
+    V none = {};
+    const V moved = proximal_step<Momentum::kNone, false, false>(numbers, load<V>(to), sums, none, &none);
+    memcpy(to, &moved, sizeof(V));
+  }
+  ProximalNumbers<T> numbers;
+};
+
+// The sums over `count` of factors[row][i] * from[i][vectors] to to[row][vectors], for kRowsHere rows and kVectorsHere
 // vectors; with kLanesHere of 1 the vectors are numbers, for what is left at the end of a row.
-template <typename T, int kLanesHere, int kRowsHere, int kVectorsHere>
+template <typename T, int kLanesHere, int kRowsHere, int kVectorsHere, typename F>
 void sum_products(const T* factors, int64_t factor_row, int64_t factor_step, int64_t count, const T* from,
-                  int64_t from_row, T* to, int64_t to_row) {
+                  int64_t from_row, T* to, int64_t to_row, const F& give) {
   using V = vector_t<T, kLanesHere>;
   V sums[kRowsHere][kVectorsHere] = {};
   for (int64_t i = 0; i < count; ++i) {
@@ -152,40 +171,41 @@ void sum_products(const T* factors, int64_t factor_row, int64_t factor_step, int
     }
   }
   for (int r = 0; r < kRowsHere; ++r) {
-    for (int v = 0; v < kVectorsHere; ++v) memcpy(to + r * to_row + v * kLanesHere, &sums[r][v], sizeof(V));
+    for (int v = 0; v < kVectorsHere; ++v) give(sums[r][v], to + r * to_row + v * kLanesHere);
   }
 }
 
 // The same for the columns [begin, end) of kRowsHere rows.
-template <typename T, int kRowsHere>
+template <typename T, int kRowsHere, typename F>
 void sum_products_of_rows(const T* factors, int64_t factor_row, int64_t factor_step, int64_t count, const T* from,
-                          int64_t from_row, int64_t begin, int64_t end, T* to, int64_t to_row) {
+                          int64_t from_row, int64_t begin, int64_t end, T* to, int64_t to_row, const F& give) {
   constexpr int64_t kStep = kVectors * kLanes<T>;
   int64_t i = begin;
   for (; i + kStep <= end; i += kStep) {
     sum_products<T, kLanes<T>, kRowsHere, kVectors>(factors, factor_row, factor_step, count, from + i, from_row, to + i,
-                                                    to_row);
+                                                    to_row, give);
   }
   for (; i + kLanes<T> <= end; i += kLanes<T>) {
     sum_products<T, kLanes<T>, kRowsHere, 1>(factors, factor_row, factor_step, count, from + i, from_row, to + i,
-                                             to_row);
+                                             to_row, give);
   }
   for (; i < end; ++i) {
-    sum_products<T, 1, kRowsHere, 1>(factors, factor_row, factor_step, count, from + i, from_row, to + i, to_row);
+    sum_products<T, 1, kRowsHere, 1>(factors, factor_row, factor_step, count, from + i, from_row, to + i, to_row, give);
   }
 }
 
-template <typename T>
-void weight_gradient(const LinearShape& s, int64_t begin, int64_t end, const T* masked, const T* x, T* to_weight,
-                     T* to_bias) {
+// What a gradient of the weights is given to, and the gradient of the bias.
+template <typename T, typename F>
+void for_weight_gradient(const LinearShape& s, int64_t begin, int64_t end, const T* masked, const T* x, T* to_weight,
+                         T* to_bias, const F& give) {
   int64_t o = begin;
   for (; o + 4 <= end; o += 4) {
     sum_products_of_rows<T, 4>(masked + o, 1, s.outputs, s.rows, x, s.inputs, 0, s.inputs, to_weight + o * s.inputs,
-                               s.inputs);
+                               s.inputs, give);
   }
   for (; o < end; ++o) {
     sum_products_of_rows<T, 1>(masked + o, 1, s.outputs, s.rows, x, s.inputs, 0, s.inputs, to_weight + o * s.inputs,
-                               s.inputs);
+                               s.inputs, give);
   }
   for (int64_t i = begin; i < end; ++i) to_bias[i] = 0;
   for (int64_t row = 0; row < s.rows; ++row) {
@@ -198,11 +218,11 @@ void input_gradient(const LinearShape& s, int64_t begin, int64_t end, const T* m
   int64_t row = 0;
   for (; row + kRows <= s.rows; row += kRows) {
     sum_products_of_rows<T, kRows>(masked + row * s.outputs, s.outputs, 1, s.outputs, weight, s.inputs, begin, end,
-                                   to_x + row * s.inputs, s.inputs);
+                                   to_x + row * s.inputs, s.inputs, Put<T>{});
   }
   for (; row < s.rows; ++row) {
     sum_products_of_rows<T, 1>(masked + row * s.outputs, s.outputs, 1, s.outputs, weight, s.inputs, begin, end,
-                               to_x + row * s.inputs, s.inputs);
+                               to_x + row * s.inputs, s.inputs, Put<T>{});
   }
 }
 
@@ -226,7 +246,12 @@ struct Typed {
   }
   static void weight_gradient(const LinearShape& s, int64_t begin, int64_t end, const void* masked, const void* x,
                               void* to_weight, void* to_bias) {
-    PFL_ISA::weight_gradient(s, begin, end, of<T>(masked), of<T>(x), of<T>(to_weight), of<T>(to_bias));
+    for_weight_gradient(s, begin, end, of<T>(masked), of<T>(x), of<T>(to_weight), of<T>(to_bias), Put<T>{});
+  }
+  static void weight_step(const ProximalStep& how, const LinearShape& s, int64_t begin, int64_t end, const void* masked,
+                          const void* x, void* weight, void* to_bias) {
+    for_weight_gradient(s, begin, end, of<T>(masked), of<T>(x), of<T>(weight), of<T>(to_bias),
+                        Step<T>{numbers_of<T>(how)});
   }
   static void input_gradient(const LinearShape& s, int64_t begin, int64_t end, const void* masked, const void* weight,
                              void* to_x) {
@@ -247,6 +272,7 @@ const LinearKernels linear = {
     by_type<Typed<float>::forward, Typed<double>::forward>,
     by_type<Typed<float>::mask, Typed<double>::mask>,
     by_type<Typed<float>::weight_gradient, Typed<double>::weight_gradient>,
+    by_type<Typed<float>::weight_step, Typed<double>::weight_step>,
     by_type<Typed<float>::input_gradient, Typed<double>::input_gradient>,
 };
 
