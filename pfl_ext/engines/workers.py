@@ -178,7 +178,7 @@ def _begin(plan: _PortablePlan, store: ClientStore, server: dict[str, MappedTens
     here = plan.open()
     torch.set_num_threads(here.settings.threads)
     _worker = _Worker(here, store, server, folder)
-    # What is here now stays for the run. To look for cycles in it, torch's modules among it, takes tens of milliseconds.
+    # What is here now stays for the run. To look for cycles in it, all of torch's modules among it, takes long.
     gc.collect()
     gc.freeze()
 
