@@ -88,7 +88,7 @@ def _reference(
 ) -> Tensor:
     _check(params, momentum_buffers, anchors, x, targets, layers, batch_size, lr, lam, momentum, weight_decay, first)
     check_memory({"params": params, "momentum_buffers": momentum_buffers}, {"anchors": anchors if lam != 0 else []})
-    losses = []
+    losses: list[Tensor] = []
     for inputs, classes in zip(x.split(batch_size or len(x)), targets.split(batch_size or len(x)), strict=True):
         with torch.enable_grad():
             leaves = [p.detach().requires_grad_() for p in params]
