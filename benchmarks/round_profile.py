@@ -73,7 +73,7 @@ def _clocks(run: Federation, spent: dict[str, float]) -> Iterator[None]:
         for owner, name, part in (
             (WorkingModel, "__call__", forward),
             (Classification, "loss", forward),
-            (steps, "train_step_", lambda: PASSES[0]),
+            (steps, "train_steps_", lambda: PASSES[0]),
             (torch.autograd, "grad", lambda: PASSES[2]),
             (proximal, "proximal_sgd_step_", lambda: "step of SGD"),
             (Dataset, "batch", lambda: "fetching batches"),

@@ -1,4 +1,4 @@
-// Glue of the training family for the CPU key: a whole local step in one call. Schemas: pfl_ext/ops/training.py.
+// Glue of the training family for the CPU key: whole local steps in one call. Schemas: pfl_ext/ops/training.py.
 //
 // Autograd takes as long for a small network as its kernels do. Here layers, loss, gradients and step are called one
 // after the other, and the gradient of a weight lives in the nearest cache until the step has used it.
@@ -51,7 +51,7 @@ struct Layer {
   ConvolutionShape convolution;  // of a convolution
   LinearShape linear;            // of a linear layer
   int64_t flattened = 0;         // channels of the images that a first linear layer flattens; 0: none
-  int64_t outputs = 0;           // numbers that it gives
+  int64_t outputs = 0;           // numbers that it gives of a sample
   const char* x = nullptr;
   char* y = nullptr;
   uint8_t* which = nullptr;
@@ -92,34 +92,69 @@ double cross_entropy(int64_t rows, int64_t classes, const int64_t* targets, T* l
   return total / static_cast<double>(rows);
 }
 
-// A step of a network made of layers in a row, on the cross-entropy of a batch.
-class LocalStep {
+// Steps of a network made of layers in a row, each on the cross-entropy of the next samples.
+class LocalSteps {
  public:
-  LocalStep(const char* op, const TensorList& params, const TensorList& buffers, const TensorList& anchors,
-            const Tensor& x, const Tensor& targets, const std::vector<int64_t>& kinds, const ProximalStep& how)
+  LocalSteps(const char* op, const TensorList& params, const TensorList& buffers, const TensorList& anchors,
+             const Tensor& x, const Tensor& targets, const std::vector<int64_t>& kinds, int64_t batch_size,
+             const ProximalStep& how)
       : op_(op), how_(how), has_anchors_(how.lam != 0), has_buffers_(how.mode != Momentum::kNone) {
     std::vector<glue::ListRole> roles{{"params", params, true}};
     if (has_anchors_) roles.push_back({"anchors", anchors, false});
     if (has_buffers_) roles.push_back({"momentum_buffers", buffers, true});
     lists_ = glue::match(op, roles, /*on_cpu=*/true);
+    if (batch_size < 0) glue::fail(op, ": batch_size is ", batch_size, "; 1 and more are accepted, 0: all samples");
     read_layers(roles[0].tensors(), x, kinds);
     check_targets(targets);
     if (lists_->written_overlaps(x)) glue::fail(op, ": x and the params overlap in memory");
+    batch_size_ = batch_size == 0 ? samples_ : std::min(batch_size, samples_);
   }
 
-  double run() {
-    Arena arena(bytes_needed());
-    forward(arena);
-    char* grad = layers_.back().y;
-    const double loss = dtype_ == DType::kFloat64
-                            ? cross_entropy(rows_, classes_, targets_, reinterpret_cast<double*>(grad))
-                            : cross_entropy(rows_, classes_, targets_, reinterpret_cast<float*>(grad));
-    for (size_t l = layers_.size(); l-- > 0;) grad = backward(arena, l, grad);
+  int64_t count() const { return (samples_ + batch_size_ - 1) / batch_size_; }
+
+  // The loss of each batch goes to `losses`, of the type of the network.
+  void run(void* losses) {
+    take_rows(batch_size_);
+    const int64_t bytes = bytes_needed();
+    for (int64_t step = 0; step < count(); ++step) {
+      const int64_t begin = step * batch_size_;
+      take_rows(std::min(batch_size_, samples_ - begin));
+      Arena arena(bytes);
+      const double loss = take_step(arena, begin);
+      if (dtype_ == DType::kFloat64) {
+        static_cast<double*>(losses)[step] = loss;
+      } else {
+        static_cast<float*>(losses)[step] = static_cast<float>(loss);
+      }
+      if (how_.mode == Momentum::kFirst) how_.mode = Momentum::kRunning;
+    }
     lists_->finish();
-    return loss;
   }
 
  private:
+  // A step on the next rows_ samples, the first of which is number `begin`.
+  double take_step(Arena& arena, int64_t begin) {
+    forward(arena, x_ + begin * inputs_ * item_);
+    char* grad = layers_.back().y;
+    const int64_t* targets = targets_ + begin;
+    const double loss = dtype_ == DType::kFloat64
+                            ? cross_entropy(rows_, classes_, targets, reinterpret_cast<double*>(grad))
+                            : cross_entropy(rows_, classes_, targets, reinterpret_cast<float*>(grad));
+    for (size_t l = layers_.size(); l-- > 0;) grad = backward(arena, l, grad);
+    return loss;
+  }
+
+  // What follows is on so many samples.
+  void take_rows(int64_t rows) {
+    rows_ = rows;
+    for (Layer& layer : layers_) {
+      (layer.kind == kConvolution ? layer.convolution.samples : layer.linear.rows) = rows;
+    }
+  }
+
+  // Numbers that a layer gives.
+  int64_t outputs_of(const Layer& layer) const { return rows_ * layer.outputs; }
+
   void refuse(size_t l, const Tensor& weight) const {
     glue::fail(op_, ": layer ", l, " has the weight ", glue::describe(weight), ", which does not fit what enters it");
   }
@@ -141,10 +176,11 @@ class LocalStep {
       glue::fail(op_, ": ", params.size(), " params for ", kinds.size(),
                  " layers; a weight and a bias for each are expected, of which the last is linear");
     }
-    rows_ = x.size(0);
-    if (rows_ == 0) glue::fail(op_, ": x is ", glue::describe(x), "; at least one sample is needed");
+    samples_ = x.size(0);
+    if (samples_ == 0) glue::fail(op_, ": x is ", glue::describe(x), "; at least one sample is needed");
     item_ = item_size(dtype_);
     x_ = static_cast<const char*>(x.const_data_ptr());
+    inputs_ = x.numel() / samples_;
     int64_t height = images ? x.size(1) : 1, width = images ? x.size(2) : 1;
     int64_t channels = images ? x.size(3) : x.size(1);
     for (size_t l = 0; l < kinds.size(); ++l) {
@@ -158,11 +194,11 @@ class LocalStep {
             weight.numel() == 0 || !is_channels_last(weight) || (l > 0 && kinds[l - 1] != kConvolution)) {
           refuse(l, weight);
         }
-        layer.convolution = {rows_, height, width, channels, weight.size(0), weight.size(2), weight.size(3)};
+        layer.convolution = {samples_, height, width, channels, weight.size(0), weight.size(2), weight.size(3)};
         height = layer.convolution.cell_rows();
         width = layer.convolution.cell_columns();
         channels = weight.size(0);
-        layer.outputs = rows_ * height * width * channels;
+        layer.outputs = height * width * channels;
         if (layer.outputs == 0) refuse(l, weight);
       } else if (kinds[l] == kLinearRelu || kinds[l] == kLinear) {
         const int64_t inputs = height * width * channels;
@@ -171,10 +207,10 @@ class LocalStep {
           refuse(l, weight);
         }
         layer.flattened = height * width > 1 ? channels : 0;
-        layer.linear = {rows_, inputs, weight.size(0)};
+        layer.linear = {samples_, inputs, weight.size(0)};
         height = width = 1;
         channels = weight.size(0);
-        layer.outputs = rows_ * channels;
+        layer.outputs = channels;
       } else {
         glue::fail(op_, ": layer ", l, " is ", kinds[l], "; 0, 1 and 2 are accepted");
       }
@@ -188,12 +224,12 @@ class LocalStep {
 
   void check_targets(const Tensor& targets) {
     if (targets.scalar_type() != glue::ScalarType::Long || !targets.is_cpu() || targets.dim() != 1 ||
-        !targets.is_contiguous() || targets.size(0) != rows_) {
-      glue::fail(op_, ": targets are ", glue::describe(targets), "; a class for each of ", rows_,
+        !targets.is_contiguous() || targets.size(0) != samples_) {
+      glue::fail(op_, ": targets are ", glue::describe(targets), "; a class for each of ", samples_,
                  " samples is expected: contiguous int64 on the CPU");
     }
     targets_ = static_cast<const int64_t*>(targets.const_data_ptr());
-    for (int64_t n = 0; n < rows_; ++n) {
+    for (int64_t n = 0; n < samples_; ++n) {
       if (targets_[n] < 0 || targets_[n] >= classes_) {
         glue::fail(op_, ": target ", n, " is ", targets_[n], "; 0 to ", classes_ - 1, " are accepted");
       }
@@ -208,10 +244,10 @@ class LocalStep {
     const auto add = [&](int64_t more) { bytes += Arena::rounded(more); };
     for (size_t l = 0; l < layers_.size(); ++l) {
       const Layer& layer = layers_[l];
-      add(layer.outputs * item_);  // y
-      add(layer.outputs * item_);  // its gradient behind ReLU
+      add(outputs_of(layer) * item_);  // y
+      add(outputs_of(layer) * item_);  // its gradient behind ReLU
       if (layer.kind == kConvolution) {
-        add(layer.outputs);
+        add(outputs_of(layer));
         add(convolution().packed_bytes(dtype_, layer.convolution));
         add(convolution().workspace(dtype_, layer.convolution));
         add(size(2 * l) * item_);
@@ -219,6 +255,7 @@ class LocalStep {
         add(rows_ * layer.convolution.height * layer.convolution.width * layer.convolution.inputs * item_);
       } else {
         add(layer.linear.rows * layer.linear.inputs * item_);  // the gradient of x
+        add(layer.linear.outputs * item_);                     // that of the bias
         if (layer.flattened != 0) add(2 * layer.linear.rows * layer.linear.inputs * item_);
       }
     }
@@ -229,11 +266,10 @@ class LocalStep {
     return products < kFewestParallelProducts ? std::max<int64_t>(tasks, 1) : least;
   }
 
-  void forward(Arena& arena) {
-    const char* from = x_;
+  void forward(Arena& arena, const char* from) {
     for (size_t l = 0; l < layers_.size(); ++l) {
       Layer& layer = layers_[l];
-      layer.y = arena.take(layer.outputs * item_);
+      layer.y = arena.take(outputs_of(layer) * item_);
       if (layer.kind == kConvolution) {
         convolve(arena, l, from);
       } else {
@@ -257,11 +293,11 @@ class LocalStep {
   void convolve(Arena& arena, size_t l, const char* from) {
     Layer& layer = layers_[l];
     const ConvolutionShape& s = layer.convolution;
-    layer.which = reinterpret_cast<uint8_t*>(arena.take(layer.outputs));
+    layer.which = reinterpret_cast<uint8_t*>(arena.take(outputs_of(layer)));
     char* packed = arena.take(convolution().packed_bytes(dtype_, s));
     convolution().pack(dtype_, s, weight(2 * l), weight(2 * l + 1), packed);
     const int64_t cells = s.samples * s.cell_rows();
-    torch::stable::parallel_for(0, cells, grain(cells, 4 * layer.outputs * s.taps(), 1),
+    torch::stable::parallel_for(0, cells, grain(cells, 4 * outputs_of(layer) * s.taps(), 1),
                                 [&](int64_t begin, int64_t end) {
                                   convolution().convolve(dtype_, s, begin, end, from, packed, layer.y, layer.which);
                                 });
@@ -277,8 +313,8 @@ class LocalStep {
     const LinearShape& s = layer.linear;
     const int64_t products = s.rows * s.inputs * s.outputs;
     if (layer.kind == kLinearRelu) {
-      char* masked = arena.take(layer.outputs * item_);
-      linear().mask(dtype_, layer.outputs, grad, layer.y, masked);
+      char* masked = arena.take(outputs_of(layer) * item_);
+      linear().mask(dtype_, outputs_of(layer), grad, layer.y, masked);
       grad = masked;
     }
     char* to_x = nullptr;
@@ -293,6 +329,14 @@ class LocalStep {
         to_x = images;
       }
     }
+    if (is_plain()) {
+      char* of_bias = arena.take(s.outputs * item_);
+      torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 64), [&](int64_t begin, int64_t end) {
+        linear().weight_step(dtype_, how_, s, begin, end, grad, layer.x, weight(2 * l), of_bias);
+      });
+      move(2 * l + 1, 0, s.outputs, of_bias);
+      return to_x;
+    }
     // Some outputs at a time: their gradients stay in the first-level cache until they are used.
     const int64_t some = std::max<int64_t>(4, 4096 / s.inputs / 4 * 4);
     torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 64), [&](int64_t begin, int64_t end) {
@@ -301,8 +345,8 @@ class LocalStep {
       for (int64_t o = begin; o < end; o += some) {
         const int64_t count = std::min(some, end - o);
         linear().weight_gradient(dtype_, s, 0, count, grad + o * item_, layer.x, gradient.get(), of_bias);
-        step(2 * l, o * s.inputs, count * s.inputs, gradient.get());
-        step(2 * l + 1, o, count, of_bias);
+        move(2 * l, o * s.inputs, count * s.inputs, gradient.get());
+        move(2 * l + 1, o, count, of_bias);
       }
     });
     return to_x;
@@ -311,7 +355,7 @@ class LocalStep {
   char* convolution_backward(Arena& arena, size_t l, char* grad) {
     const Layer& layer = layers_[l];
     const ConvolutionShape& s = layer.convolution;
-    const int64_t products = layer.outputs * s.taps();
+    const int64_t products = outputs_of(layer) * s.taps();
     const int64_t bytes = convolution().workspace(dtype_, s);
     char* to_x = nullptr;
     if (l > 0) {
@@ -328,13 +372,15 @@ class LocalStep {
       convolution().weight_gradient(dtype_, s, begin, end, grad, layer.which, layer.x, workspace.get(), of_weight,
                                     of_bias);
     });
-    step(2 * l, 0, size(2 * l), of_weight);
-    step(2 * l + 1, 0, size(2 * l + 1), of_bias);
+    move(2 * l, 0, size(2 * l), of_weight);
+    move(2 * l + 1, 0, size(2 * l + 1), of_bias);
     return to_x;
   }
 
+  bool is_plain() const { return !has_anchors_ && !has_buffers_ && how_.weight_decay == 0; }
+
   // Elements [offset, offset + n) of parameter p, whose gradient this is.
-  void step(size_t p, int64_t offset, int64_t n, const char* gradient) const {
+  void move(size_t p, int64_t offset, int64_t n, const char* gradient) const {
     const int64_t bytes = offset * item_;
     const auto at = [&](size_t role) { return static_cast<char*>(lists_->pointer(role, p)) + bytes; };
     proximal().step(dtype_, how_, 0, n, gradient, has_anchors_ ? at(1) : nullptr, at(0),
@@ -347,28 +393,24 @@ class LocalStep {
   std::shared_ptr<const glue::MatchedLists> lists_;
   std::vector<Layer> layers_;
   DType dtype_ = DType::kFloat32;
-  int64_t item_ = 0, rows_ = 0, classes_ = 0;
+  int64_t item_ = 0, samples_ = 0, batch_size_ = 0, rows_ = 0, inputs_ = 0, classes_ = 0;
   const char* x_ = nullptr;
   const int64_t* targets_ = nullptr;
 };
 
-Tensor train_step_(const TensorList& params, const TensorList& buffers, const TensorList& anchors, const Tensor& x,
-                   const Tensor& targets, const std::vector<int64_t>& layers, double lr, double lam, double momentum,
-                   double weight_decay, bool first) {
-  const char* op = "pfl_ext::train_step_";
+Tensor train_steps_(const TensorList& params, const TensorList& buffers, const TensorList& anchors, const Tensor& x,
+                    const Tensor& targets, const std::vector<int64_t>& layers, int64_t batch_size, double lr,
+                    double lam, double momentum, double weight_decay, bool first) {
+  const char* op = "pfl_ext::train_steps_";
   const ProximalStep how = glue::proximal_step_of(lr, lam, momentum, 0.0, weight_decay, false, false, first);
   glue::check_step(op, how);
-  const double loss = LocalStep(op, params, buffers, anchors, x, targets, layers, how).run();
-  Tensor result = torch::stable::new_empty(x, {});
-  if (x.scalar_type() == glue::ScalarType::Double) {
-    *static_cast<double*>(result.mutable_data_ptr()) = loss;
-  } else {
-    *static_cast<float*>(result.mutable_data_ptr()) = static_cast<float>(loss);
-  }
-  return result;
+  LocalSteps steps(op, params, buffers, anchors, x, targets, layers, batch_size, how);
+  Tensor losses = torch::stable::new_empty(x, {steps.count()});
+  steps.run(losses.mutable_data_ptr());
+  return losses;
 }
 
 }  // namespace
 }  // namespace pfl::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) { m.impl("train_step_", TORCH_BOX(&pfl::cpu::train_step_)); }
+STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) { m.impl("train_steps_", TORCH_BOX(&pfl::cpu::train_steps_)); }

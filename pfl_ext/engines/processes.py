@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -104,7 +105,7 @@ class Processes:
         earlier = set(registry)
         self._pool = ProcessPoolExecutor(count, context, initializer=_start, initargs=(context.Barrier(count),))
         finalizers = [last for key, last in list(registry.items()) if key not in earlier]
-        self._last: list[Future[Any]] = []
+        self._last = deque[Future[Any]]()
         others = set(multiprocessing.active_children())
         answers = [self._pool.submit(_once, _identity, ()) for _ in range(count)]
         started = [process for process in multiprocessing.active_children() if process not in others]
@@ -154,7 +155,7 @@ class Processes:
         if _kept is not None:
             _kept.saved += saved
             if all(future.done() for future in self._last):
-                self._last = []
+                self._last.clear()
                 with contextlib.suppress(BrokenProcessPool):
                     self.everywhere(forget)
                     _kept.idle.setdefault(self.count, []).append(self)
@@ -168,7 +169,8 @@ class Processes:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Let one of them carry out a call."""
         future = self._pool.submit(function, *arguments)
-        self._last = [one for one in self._last if not one.done()]
+        while self._last and self._last[0].done():
+            self._last.popleft()
         self._last.append(future)
         return future
 

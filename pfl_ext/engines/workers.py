@@ -29,7 +29,7 @@ from .processes import Processes, leave_if_imported_by_a_worker
 
 __all__ = ["Workers"]
 
-_MESSAGES = 8  # for each worker in a round at least: fewer would leave some of them without work at its end
+_MESSAGES = 8  # for each worker in a round at least: fewer would say too seldom how far it is
 
 
 # ---- what both sides share -------------------------------------------------------------------------------------------
@@ -103,32 +103,34 @@ class _PortablePlan:
         return dataclasses.replace(self.plan, module=module, dataset=dataset, tests=tests, public=public)
 
 
+@dataclass(frozen=True)
+class _Slot(MappedTensor):
+    """A tensor in a file that is written again and again: the next one that is written there replaces it."""
+
+
 class _Slots:
-    """Tensors in files that are written again and again: a new file costs 274 us to write and 90 to map, this 10."""
+    """Slots by the names of their files: a new file costs 274 us to write and 90 to map, a slot 10."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "slots"
-        self._open: dict[Path, Tensor] = {}
+        self._open: dict[str, Tensor] = {}
 
-    def __contains__(self, file: MappedTensor) -> bool:
-        """Whether the tensor is in a file of this folder."""
-        return file.path.parent == self._folder
-
-    def write(self, name: str, tensor: Tensor) -> MappedTensor:
+    def write(self, name: str, tensor: Tensor) -> _Slot:
         """Put a tensor into the slot of that name."""
         kind = "-".join(map(str, (*tensor.shape, tensor.dtype)))
         label = name.replace("/", "-")  # a vector may be called model/0
-        file = MappedTensor(self._folder / f"{label}-{kind}", tuple(tensor.shape), tensor.dtype)
-        if file.path not in self._open:
-            MappedTensor.create(file.path, file.shape, file.dtype)
-        self.read(file).copy_(tensor)
-        return file
+        slot = _Slot(self._folder / f"{label}-{kind}", tuple(tensor.shape), tensor.dtype)
+        if slot.path.name not in self._open:
+            MappedTensor.create(slot.path, slot.shape, slot.dtype)
+        self.read(slot).copy_(tensor)
+        return slot
 
-    def read(self, file: MappedTensor) -> Tensor:
-        """The tensor in a slot; the next one that is written there replaces it."""
-        if file.path not in self._open:
-            self._open[file.path] = file.open()
-        return self._open[file.path]
+    def read(self, slot: _Slot) -> Tensor:
+        """The tensor in a slot."""
+        name = slot.path.name
+        if name not in self._open:
+            self._open[name] = slot.open()
+        return self._open[name]
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
@@ -176,12 +178,16 @@ def _begin(plan: _PortablePlan, store: ClientStore, server: dict[str, MappedTens
     here = plan.open()
     torch.set_num_threads(here.settings.threads)
     _worker = _Worker(here, store, server, folder)
+    # What is here now stays for the run. To look for cycles in it, all of torch's modules among it, takes long.
+    gc.collect()
+    gc.freeze()
 
 
 def _forget() -> None:
     """The last thing: free what it has of the run."""
     global _worker
     _worker = None
+    gc.unfreeze()
     gc.collect()
 
 
@@ -193,6 +199,25 @@ def _carry_out(requests: Sequence[Request]) -> tuple[list[Reply], float]:
 
 
 # ---- in the parent ---------------------------------------------------------------------------------------------------
+
+
+def _messages(costs: Sequence[int], workers: int) -> list[list[int]]:
+    """Which requests are one message each: long ones first, and towards the end ever fewer.
+
+    A message is at most half of what each worker has left to do, so that all of them end within a request or so.
+    """
+    most, left = max(1, len(costs) // (_MESSAGES * workers)), sum(costs)
+    messages: list[list[int]] = []
+    cost, full = 0, True
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        if full:
+            messages.append([])
+            left, cost = left - cost, 0
+        messages[-1].append(i)
+        cost += costs[i]
+        # Of requests that cost nothing as many as there may be: nothing is known of them.
+        full = len(messages[-1]) == most or (cost > 0 and 2 * workers * (cost + costs[i]) > left)
+    return messages
 
 
 class Workers(Here):
@@ -231,7 +256,7 @@ class Workers(Here):
         self.store = plan.store(folder)
         self._mapped = mapped
         self._slots = _Slots(self._folder)
-        self._fetched: dict[Path, Tensor] = {}
+        self._fetched: dict[str, Tensor] = {}
         self._server: dict[str, Tensor] = {}
         self._plan = plan
 
@@ -259,9 +284,7 @@ class Workers(Here):
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies in the order of the requests; longest ones begin first, several short ones are one message."""
         assert self._processes is not None, "publish comes first"
-        order = range(len(requests)) if costs is None else sorted(range(len(requests)), key=lambda i: -costs[i])
-        size = max(1, len(requests) // (_MESSAGES * self.workers))
-        messages = [order[begin : begin + size] for begin in range(0, len(requests), size)]
+        messages = _messages([1] * len(requests) if costs is None else costs, self.workers)
         place = {i: (number, j) for number, message in enumerate(messages) for j, i in enumerate(message)}
         submit, begin = self._processes.submit, time.perf_counter()
         self.turns.begin(requests)
@@ -297,24 +320,24 @@ class Workers(Here):
 
     def average(self, vectors: Sequence[Vector], weights: Sequence[float], normalize: bool = True) -> Tensor:
         """Of what the workers have written; of a mapped store's uploads in pieces."""
-        seen = [self._slots.read(v) if isinstance(v, MappedTensor) and v in self._slots else v for v in vectors]
+        seen = [self._slots.read(v) if isinstance(v, _Slot) else v for v in vectors]
         return super().average(seen, weights, normalize)
 
     def fetch(self, vector: Vector, hold: bool = True) -> Tensor:
         """The vector; of a slot a copy, as whoever has it may keep it beyond the round."""
-        if not isinstance(vector, MappedTensor) or vector not in self._slots:
+        if not isinstance(vector, _Slot):
             return super().fetch(vector)
-        found = self._fetched.get(vector.path)
+        found = self._fetched.get(vector.path.name)
         if found is None:
             found = self._slots.read(vector).clone()
             if hold:
-                self._fetched[vector.path] = found
+                self._fetched[vector.path.name] = found
         return found
 
     def release(self, vector: Vector) -> None:
         """Remove its file, unless that is a slot."""
-        if isinstance(vector, MappedTensor) and vector in self._slots:
-            self._fetched.pop(vector.path, None)
+        if isinstance(vector, _Slot):
+            self._fetched.pop(vector.path.name, None)
         else:
             super().release(vector)
 

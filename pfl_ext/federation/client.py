@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -41,6 +41,11 @@ class Batch(NamedTuple):
     targets: Tensor
     rows: Tensor
     """Where the samples stand in ``client.train``, for what is kept for each of them (a teacher's logits)."""
+
+    def cut(self, size: int) -> Iterable[Batch]:
+        """Batches of so many of its samples; of the last one what is left."""
+        count = len(self.rows)
+        return map(Batch, *(_split(part, size, count) for part in self))
 
 
 class Rows(NamedTuple):
@@ -197,35 +202,60 @@ class Client:
         smaller; if it is a single sample, which batch normalisation cannot take, it is left out for a network that
         has such layers (unless it is the whole pass). With the setting ``drop_last`` every smaller one is left out.
         """
+        augmented = self._augmentation(name)
+        for several in self._fetched(batch_size, epochs, steps, name):
+            for batch in several.cut(batch_size):
+                if not self._goes_on(len(batch.rows)):
+                    return
+                yield batch if augmented is None else Batch(augmented(batch.inputs), batch.targets, batch.rows)
+
+    def batches_in_a_row(
+        self, batch_size: int, *, epochs: int = 1, steps: int | None = None, name: str = "batches"
+    ) -> Iterator[Batch]:
+        """The same mini-batches, several one after the other as one, which its ``cut(batch_size)`` parts again.
+
+        For training that takes several steps in one call. Inputs that are augmented are tensors.
+        """
+        augmented = self._augmentation(name)
+        for several in self._fetched(batch_size, epochs, steps, name):
+            taken, count = 0, len(several.rows)
+            while taken < count and self._goes_on(min(batch_size, count - taken)):
+                taken += min(batch_size, count - taken)
+            if taken == 0:
+                return
+            if taken < count:
+                several = next(iter(several.cut(taken)))
+            if augmented is not None:
+                parts = [augmented(batch.inputs) for batch in several.cut(batch_size)]
+                several = Batch(torch.cat(parts), several.targets, several.rows)
+            yield several
+            if taken < count:
+                return
+
+    def _fetched(self, batch_size: int, epochs: int, steps: int | None, name: str) -> Iterator[Batch]:
+        """What :meth:`batches` gives, several of them as one."""
         if self.privacy is not None:
             raise ValueError(
                 "a method that takes batches of its own has no differentially private form: Steps.train has"
             )
-        order, augmented = self.stream(name), self._augmentation(name)
-        drop_last = self._settings.drop_last
-        skip_single = self.model.has_batch_norm and self.samples > 1
+        order = self.stream(name)
+        skip_single = self.model.has_batch_norm and self.samples > 1 and batch_size > 1
+        left_over = self.samples % batch_size
+        dropped = left_over if self._settings.drop_last and left_over < self.samples else 0
+        dropped = 1 if skip_single and left_over == 1 else dropped
         taken, passes = 0, 0
         until_arrival = self._most_samples is not None
         while until_arrival or (passes < epochs if steps is None else taken < steps):
             passes += 1
-            ahead = max(1, _FETCHED_AHEAD // batch_size)
-            if steps is not None and not until_arrival:
-                ahead = min(ahead, steps - taken)
             # Drawn on the host, so that batches are the same on every device, and brought there once a pass.
             shuffled = placed(torch.randperm(self.samples, generator=order), self.train.device)
-            for fetched in _split(shuffled, ahead * batch_size, self.samples):
-                several, count = (fetched, *self._dataset.batch(self.train[fetched])), len(fetched)
-                for rows, inputs, targets in zip(*(_split(part, batch_size, count) for part in several), strict=True):
-                    if skip_single and len(rows) == 1 and batch_size > 1:
-                        continue
-                    if drop_last and len(rows) < min(batch_size, self.samples):
-                        continue
-                    if not self._goes_on(len(rows)):
-                        return
-                    taken += 1
-                    yield Batch(augmented(inputs), targets, rows)
-                    if taken == steps and not until_arrival:
-                        return
+            if dropped:
+                shuffled = shuffled[: self.samples - dropped]
+            if steps is not None and not until_arrival:
+                shuffled = shuffled[: (steps - taken) * batch_size]
+            for rows in _split(shuffled, max(1, _FETCHED_AHEAD // batch_size) * batch_size, len(shuffled)):
+                yield Batch(*self._dataset.batch(self.train[rows]), rows)
+                taken += max(1, -(-len(rows) // batch_size))
 
     def poisson_batches(
         self, batch_size: int, *, epochs: int = 1, steps: int | None = None, name: str = "batches"
@@ -243,12 +273,12 @@ class Client:
             if not self._goes_on(len(rows)):
                 return
             inputs, targets = self._dataset.batch(self.train[rows])
-            yield Batch(augmented(inputs), targets, rows)
+            yield Batch(inputs if augmented is None else augmented(inputs), targets, rows)
 
-    def _augmentation(self, name: str) -> Callable[[Any], Any]:
-        """What becomes of a batch's inputs, by a stream of its own."""
+    def _augmentation(self, name: str) -> Callable[[Any], Any] | None:
+        """What becomes of a batch's inputs, by a stream of its own, if anything."""
         if self._settings.augmentation == "none":
-            return lambda inputs: inputs
+            return None
         augment, random = AUGMENTATIONS[self._settings.augmentation], self.stream(f"{name}/augmentation")
         return lambda inputs: augment(inputs, random)
 

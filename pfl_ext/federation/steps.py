@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypedDict
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pfl_ext.nn import Row
-from pfl_ext.ops import lwsam_perturb_, restore_, train_step_
+from pfl_ext.ops import lwsam_perturb_, restore_, train_steps_
 from pfl_ext.ops.training import is_native
 from pfl_ext.optim.proximal import momentum_step_
 from pfl_ext.tasks import Classification
@@ -207,11 +207,22 @@ class Steps:
         smooth = client.task.label_smoothing != 0
         return row if whole and not smooth and row.is_plain() and is_native(client.model.dtype) else None
 
-    def _taken_in_one_call(self, batch: Batch, row: Row) -> Tensor | None:
-        """A whole step without autograd; None, and nothing done, where the batch is not one for it."""
-        x = batch.inputs
+    def _taken_in_one_call(self, several: Batch, batch_size: int, row: Row) -> Tensor | None:
+        """Whole steps without autograd; None, and nothing done, where the batches are not for it.
+
+        Args:
+            several: batches in a row.
+            batch_size: how many samples each has, but the last.
+            row: the network.
+
+        Returns:
+            The loss where each step began.
+        """
+        x = several.inputs
         images = row.layers[0] == "conv_pool_relu"
-        if not isinstance(x, Tensor) or not 0 < len(x) <= _MOST_ROWS or x.dtype != self.client.model.dtype:
+        if not isinstance(x, Tensor) or not len(x) or x.dtype != self.client.model.dtype:
+            return None
+        if min(len(x), batch_size) > _MOST_ROWS:
             return None
         if not images and x.dim() != 2:
             if not row.flattens:
@@ -222,12 +233,13 @@ class Steps:
         factor, momentum, first = self._factor(), self.method.momentum, self._momentum[0] is None
         if momentum != 0 and first:
             self._momentum = [torch.empty_like(p) for p in self.params]
-        loss = train_step_(
+        losses = train_steps_(
             self.params,
             x,
-            batch.targets,
+            several.targets,
             row.layers,
             factor * self._options["lr"],
+            batch_size=batch_size,
             anchors=list(self._anchors),
             lam=self._options["lam"],
             momentum=momentum,
@@ -235,15 +247,23 @@ class Steps:
             momentum_buffers=[m for m in self._momentum if m is not None],
             first=first,
         )
-        self._count(factor)
-        return loss
+        for _ in range(len(losses)):
+            self._count(factor)
+        return losses
+
+    def _taken_in_a_row(self, row: Row, length: Length, batches: str) -> Iterator[Tensor]:
+        """The steps of a turn, several in one call; gives the loss where each began."""
+        size = self.method.batch_size
+        for several in self.client.batches_in_a_row(size, name=batches, **length):
+            losses = self._taken_in_one_call(several, size, row)
+            yield from map(self.take, several.cut(size)) if losses is None else losses.unbind()
 
     def take(self, batch: Batch, loss: Loss | None = None) -> Tensor:
         """A whole step on a batch; returns the loss where it began."""
         if self._row is not None and loss is None:
-            objective = self._taken_in_one_call(batch, self._row)
-            if objective is not None:
-                return objective
+            losses = self._taken_in_one_call(batch, len(batch.rows), self._row)
+            if losses is not None:
+                return losses[0]
         objective, gradients = self.gradients(batch, loss)
         if self._perturb is not None:
             self._backup = self._perturb(self.params, gradients, self._backup)
@@ -275,9 +295,12 @@ class Steps:
             length = {"steps": steps}
         if self._expected is None and self._scheduled:
             self._expected = client.steps_of(method.batch_size, **length)
-        client.model.module.train()
+        if not client.model.module.training:  # walking over the modules takes as long as a step of a small network
+            client.model.module.train()
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
+        if self._row is not None and loss is None and not self._scheduled:
+            return mean_loss(self._taken_in_a_row(self._row, length, batches))
         recorded = RecordedSteps(self) if client.graphs and loss is None and self._is_the_same_every_time() else None
         given = client.batches(method.batch_size, name=batches, **length)
         return mean_loss(self.take(batch, loss) if recorded is None else recorded(batch) for batch in given)

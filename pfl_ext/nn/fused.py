@@ -72,7 +72,7 @@ class FusedSequential(nn.Sequential):
 
 
 class Row(NamedTuple):
-    """A network that is a row of layers, as :func:`~pfl_ext.ops.train_step_` takes them."""
+    """A network that is a row of layers, as :func:`~pfl_ext.ops.train_steps_` takes them."""
 
     layers: list[str]
     flattens: bool

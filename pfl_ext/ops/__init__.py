@@ -8,7 +8,7 @@ from .prepared import Prepared, prepare
 from .proximal import proximal_sgd_step_, squared_distance
 from .sharpness import layer_groups, lwsam_perturb_, personalization_scores, restore_
 from .spectral import SpectralTeacher, spectral_divergence, spectrum
-from .training import train_step_
+from .training import train_steps_
 
 __all__ = [
     "Prepared",
@@ -30,6 +30,6 @@ __all__ = [
     "spectral_divergence",
     "spectrum",
     "squared_distance",
-    "train_step_",
+    "train_steps_",
     "weighted_average",
 ]

@@ -1,6 +1,6 @@
-r"""A whole local step in one call: layers, loss, gradients and the step of SGD.
+r"""Whole local steps in one call: layers, loss, gradients and steps of SGD.
 
-:func:`train_step_` is, for a network of layers in a row and the cross-entropy L of a batch,
+:func:`train_steps_` takes, for a network of layers in a row and the cross-entropy L of each of some batches, the step
 
 .. math:: v \leftarrow v - \eta\, (\nabla L(v) + \delta v + \lambda (v - w))
 
@@ -21,7 +21,7 @@ from ._declare import declare
 from ._layers import NO_KERNEL, has_kernel
 from .proximal import _step_reference
 
-__all__ = ["LAYERS", "is_native", "train_step_"]
+__all__ = ["LAYERS", "is_native", "train_steps_"]
 
 LAYERS = ("conv_pool_relu", "linear_relu", "linear")
 """What a network may be made of: convolutions first, and one ``linear`` at the end."""
@@ -46,6 +46,7 @@ def _check(
     x: Tensor,
     targets: Tensor,
     layers: Sequence[int],
+    batch_size: int,
     lr: float,
     lam: float,
     momentum: float,
@@ -67,6 +68,8 @@ def _check(
         raise ValueError(f"x is {describe(x)}; [samples, inputs] or [samples, height, width, channels] are accepted")
     if targets.dtype != torch.int64 or targets.shape != x.shape[:1]:
         raise ValueError(f"targets are {describe(targets)}; an int64 class for each of {len(x)} samples is accepted")
+    if batch_size < 0:
+        raise ValueError(f"batch_size is {batch_size}; 1 and more are accepted, 0: all samples")
 
 
 def _reference(
@@ -76,21 +79,25 @@ def _reference(
     x: Tensor,
     targets: Tensor,
     layers: Sequence[int],
+    batch_size: int,
     lr: float,
     lam: float,
     momentum: float,
     weight_decay: float,
     first: bool,
 ) -> Tensor:
-    _check(params, momentum_buffers, anchors, x, targets, layers, lr, lam, momentum, weight_decay, first)
+    _check(params, momentum_buffers, anchors, x, targets, layers, batch_size, lr, lam, momentum, weight_decay, first)
     check_memory({"params": params, "momentum_buffers": momentum_buffers}, {"anchors": anchors if lam != 0 else []})
-    with torch.enable_grad():
-        leaves = [p.detach().requires_grad_() for p in params]
-        loss = F.cross_entropy(_outputs(leaves, x, layers), targets)
-        grads = list(torch.autograd.grad(loss, leaves))
-    numbers = (lr, lam, momentum, 0.0, weight_decay, False, False, first)
-    _step_reference(params, momentum_buffers, grads, anchors, *numbers)
-    return loss.detach()
+    losses: list[Tensor] = []
+    for inputs, classes in zip(x.split(batch_size or len(x)), targets.split(batch_size or len(x)), strict=True):
+        with torch.enable_grad():
+            leaves = [p.detach().requires_grad_() for p in params]
+            loss = F.cross_entropy(_outputs(leaves, inputs, layers), classes)
+            grads = list(torch.autograd.grad(loss, leaves))
+        numbers = (lr, lam, momentum, 0.0, weight_decay, False, False, first and not losses)
+        _step_reference(params, momentum_buffers, grads, anchors, *numbers)
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 def _fake(
@@ -100,19 +107,20 @@ def _fake(
     x: Tensor,
     targets: Tensor,
     layers: Sequence[int],
+    batch_size: int,
     lr: float,
     lam: float,
     momentum: float,
     weight_decay: float,
     first: bool,
 ) -> Tensor:
-    _check(params, momentum_buffers, anchors, x, targets, layers, lr, lam, momentum, weight_decay, first)
-    return x.new_empty(())
+    _check(params, momentum_buffers, anchors, x, targets, layers, batch_size, lr, lam, momentum, weight_decay, first)
+    return x.new_empty(-(-len(x) // (batch_size or len(x))))
 
 
-_train_step = declare(
-    "train_step_(Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor[] anchors, Tensor x, Tensor targets, "
-    "int[] layers, float lr, float lam, float momentum, float weight_decay, bool first) -> Tensor",
+_train_steps = declare(
+    "train_steps_(Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor[] anchors, Tensor x, Tensor targets, "
+    "int[] layers, int batch_size, float lr, float lam, float momentum, float weight_decay, bool first) -> Tensor",
     reference=_reference,
     fake=_fake,
     plain_on=NO_KERNEL,
@@ -121,16 +129,17 @@ _train_step = declare(
 
 def is_native(dtype: torch.dtype) -> bool:
     """Whether tensors of this type on a CPU are stepped by kernels of ours."""
-    return dtype in (torch.float32, torch.float64) and has_kernel("train_step_")
+    return dtype in (torch.float32, torch.float64) and has_kernel("train_steps_")
 
 
-def train_step_(
+def train_steps_(
     params: list[Tensor],
     x: Tensor,
     targets: Tensor,
     layers: Sequence[str],
     lr: float,
     *,
+    batch_size: int = 0,
     anchors: list[Tensor] | None = None,
     lam: float = 0.0,
     momentum: float = 0.0,
@@ -138,35 +147,37 @@ def train_step_(
     momentum_buffers: list[Tensor] | None = None,
     first: bool = False,
 ) -> Tensor:
-    r"""One step of SGD of a small network on the mean cross-entropy of a batch, in place, without autograd.
+    r"""Steps of SGD of a small network, each on the mean cross-entropy of a batch, in place, without autograd.
 
-    Loss and gradients are the sums that autograd computes, in an order of their own: the same bits for any number of
-    threads. Native for float32 and float64 on CPUs; otherwise it is autograd and
-    :func:`~pfl_ext.ops.proximal_sgd_step_`.
+    Losses and gradients are the sums that autograd computes, in an order of their own: the same bits for any number of
+    threads, and whether steps are taken in one call or in several. Native for float32 and float64 on CPUs; otherwise
+    it is autograd and :func:`~pfl_ext.ops.proximal_sgd_step_`.
 
     Args:
         params: weight and bias of each layer in turn. Weights of convolutions are channels-last in memory.
-        x: the batch, [samples, inputs], or images [samples, channels, height, width].
+        x: the samples, [samples, inputs], or images [samples, channels, height, width].
         targets: the class of each sample, int64.
         layers: what the layers are, of :data:`LAYERS`: convolutions as :func:`~pfl_ext.ops.conv_pool_relu` has them,
             then linear layers with ReLU, and at the end one without.
         lr, lam, momentum, weight_decay: as in :func:`~pfl_ext.ops.proximal_sgd_step_`.
+        batch_size: how many samples a step is taken on, one step after the other; of the last one what is left. 0: one
+            step on all.
         anchors: w, a tensor for each parameter; needed with ``lam``.
         momentum_buffers: a tensor for each parameter; needed with ``momentum``, overwritten.
-        first: this is the first step of the buffers, whatever they hold.
+        first: begins with the first step of the buffers, whatever they hold.
 
     Returns:
-        The loss where the step began, a number without a graph.
+        The loss where each step began, [steps], without a graph.
 
     Raises:
         ValueError, RuntimeError: tensors that do not fit each other or the layers, a class that is not there, a number
             out of range. Nothing has been changed then.
 
     >>> weight, bias = torch.zeros(2, 3), torch.zeros(2)
-    >>> train_step_([weight, bias], torch.ones(1, 3), torch.tensor([1]), ["linear"], lr=2.0)
-    tensor(0.6931)
+    >>> train_steps_([weight, bias], torch.ones(2, 3), torch.tensor([1, 1]), ["linear"], lr=2.0, batch_size=1)
+    tensor([6.9315e-01, 3.3541e-04])
     >>> bias
-    tensor([-1.,  1.])
+    tensor([-1.0007,  1.0007])
     """
     for what, given in (("x", x), ("targets", targets)):
         if not isinstance(given, Tensor):
@@ -181,12 +192,12 @@ def train_step_(
         x = x.permute(0, 2, 3, 1)
     buffers = momentum_buffers or []
     numbers = [LAYERS.index(layer) for layer in layers]
-    arguments = (numbers, lr, lam, momentum, weight_decay, first)
+    arguments = (numbers, batch_size, lr, lam, momentum, weight_decay, first)
     try:
         with without_gradients():
-            loss: Tensor = _train_step(params, buffers, anchors or [], x.contiguous(), targets, *arguments)
+            losses: Tensor = _train_steps(params, buffers, anchors or [], x.contiguous(), targets, *arguments)
     except RuntimeError:
         _check(params, buffers, anchors or [], x, targets, *arguments)
         raise
     torch.autograd.graph.increment_version([*params, *buffers])
-    return loss
+    return losses

@@ -21,7 +21,7 @@ from torch import nn
 from pfl_ext.algorithms import Ditto, FedAvg
 from pfl_ext.data import PARTITIONERS, Dataset, Partition
 from pfl_ext.engines import EngineOptions, Workers, kept_processes, make_engine, processes
-from pfl_ext.engines.workers import _Slots
+from pfl_ext.engines.workers import _messages, _Slots
 from pfl_ext.federation import Diverged, Engine, Federation, InProcess, Method, Plan, Record, Settings, Uploads
 from pfl_ext.tasks import Classification
 
@@ -261,3 +261,20 @@ def test_uploads_taken_one_by_one_do_not_stay(tmp_path: Path) -> None:
     assert taken[0].tolist() == [0.0] * 3
     uploads.each("w")
     assert len(workers._fetched) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("costs", [[1] * 50, [1] * 7, [], [0] * 50, [100, *[1] * 40], list(range(30))], ids=str)
+def test_every_request_is_in_one_message_and_the_last_ones_are_short(costs: list[int], workers: int) -> None:
+    messages = _messages(costs, workers)
+    sent = [i for message in messages for i in message]
+    assert sorted(sent) == list(range(len(costs)))
+    assert [costs[i] for i in sent] == sorted(costs, reverse=True)  # the longest begin first
+    if sum(costs):
+        ends = [0.0] * workers  # whoever is free first takes the next message
+        for message in messages:
+            ends.sort()
+            ends[0] += sum(costs[i] for i in message)
+        assert max(ends) - min(ends) <= max(costs)
+    if costs == [1] * 50 and workers == 2:
+        assert max(map(len, messages)) == 3 and [len(message) for message in messages[-4:]] == [1] * 4

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +152,38 @@ def test_smaller_last_batches_can_be_left_out(
     assert [len(b.rows) for b in full.batches(size, epochs=2)] == 2 * [size]
     assert [len(b.rows) for b in full.batches(size, steps=3)] == 3 * [size]
     assert [len(b.rows) for b in full.batches(2 * client.samples)] == [client.samples]  # the only one of its pass
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "budget"),
+    [
+        ({"epochs": 2}, {}, None),
+        ({"steps": 5}, {}, None),
+        ({"epochs": 2}, {"drop_last": True}, None),
+        ({}, {"augmentation": "flip"}, None),
+        ({}, {}, 7),
+        ({}, {}, 0),
+    ],
+)
+def test_batches_in_a_row_are_the_same_batches_and_are_counted_alike(
+    dataset: Dataset, partition: Partition, network: nn.Module, options: Any, settings: Any, budget: int | None
+) -> None:
+    images = dataclasses.replace(dataset, inputs=torch.rand(len(dataset.targets), 1, 2, 3))
+
+    def client() -> Client:
+        model, store = WorkingModel(network), ClientStore(6, {})
+        made = Client(
+            0, 1, "train", Classification(), model, images, _rows(partition), store, Settings(**settings)
+        )  # fmt: skip
+        if budget is not None:
+            made.begin_personal(budget)
+        return made
+
+    one, several = client(), client()
+    expected = list(one.batches(3, **options))
+    found = [batch for part in several.batches_in_a_row(3, **options) for batch in part.cut(3)]
+    assert len(found) == len(expected) and bool(expected) == (budget != 0)
+    for a, b in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    counts = [(c.trained, c.trained_personally) for c in (one, several)]
+    assert counts[0] == counts[1] and (sum(counts[0]) > 0 or budget == 0)

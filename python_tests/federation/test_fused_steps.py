@@ -23,13 +23,13 @@ needs_library = pytest.mark.skipif(_native.isa() is None, reason="needs the CPU 
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The numbers of samples of the native steps."""
     seen: list[int] = []
-    original = steps.train_step_
+    original = steps.train_steps_
 
     def noted(params: list[Tensor], x: Tensor, *rest: Any, **options: Any) -> Tensor:
         seen.append(len(x))
         return original(params, x, *rest, **options)
 
-    monkeypatch.setattr(steps, "train_step_", noted)
+    monkeypatch.setattr(steps, "train_steps_", noted)
     yield seen
 
 
@@ -73,6 +73,20 @@ def test_a_run_is_that_of_autograd_but_for_rounding(
     theirs = _trained(METHODS[name], network, dataset, partition, fused_steps=False)
     assert not calls
     _assert_close(mine, theirs, network)
+
+
+@needs_library
+@pytest.mark.parametrize("name", METHODS)
+def test_the_bits_do_not_depend_on_how_many_steps_a_call_takes(
+    name: str, network: nn.Module, dataset: Dataset, partition: Partition, calls: list[int], monkeypatch: Any
+) -> None:
+    mine = _trained(METHODS[name], network, dataset, partition)
+    together = len(calls)
+    monkeypatch.setattr("pfl_ext.federation.client._FETCHED_AHEAD", 1)
+    theirs = _trained(METHODS[name], network, dataset, partition)
+    assert torch.equal(mine, theirs)
+    # A step size that changes from step to step takes a call for each.
+    assert (together < len(calls) - together) == (METHODS[name].lr_steps == "constant")
 
 
 @needs_library

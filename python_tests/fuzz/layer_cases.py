@@ -245,26 +245,44 @@ def _draw_training(choice: random.Random) -> dict[str, Any]:
         "momentum": choice.choice([0.0, 0.9]),
         "weight_decay": choice.choice([0.0, 0.01]),
         "first": choice.random() < 0.3,
+        "batch size": choice.choice([0, 0, 1, 3, samples, 2 * samples]),
         "raw": raw,
     }
 
 
-@covers("raw.train_step_", "ops.train_step_", draw=_draw_training)
-def train_step(case: dict[str, Any], memory: Memory) -> Call:
+@covers("raw.train_steps_", "ops.train_steps_", draw=_draw_training)
+def train_steps(case: dict[str, Any], memory: Memory) -> Call:
     params, anchors, buffers = ([memory.make(t) for t in case[name]] for name in ("params", "anchors", "buffers"))
     x, targets, layers = memory.make(case["x"]), torch.tensor(case["targets"]), case["layers"]
     lr, lam, mu, decay = (case[name] for name in ("lr", "lam", "momentum", "weight_decay"))
     wide = [[memory.before(t).double() for t in tensors] for tensors in (params, buffers, anchors)]
     numbers = [LAYERS.index(layer) for layer in layers]
-    buffers = buffers if mu else []
+    buffers, size = buffers if mu else [], case["batch size"]
+
+    def one_by_one(got: Tensor) -> str | None:
+        """Steps in one call are those of a call for each batch: a bound for several would be too wide to say much."""
+        written = [[memory.before(t) for t in some] for some in (params, buffers)]
+        options = {"anchors": anchors, "lam": lam, "momentum": mu, "weight_decay": decay}
+        losses = [
+            ops.train_steps_(
+                written[0], inputs, classes, layers, lr,
+                **options, momentum_buffers=written[1], first=case["first"] and step == 0,
+            )
+            for step, (inputs, classes) in enumerate(zip(x.split(size), targets.split(size), strict=True))
+        ]  # fmt: skip
+        pairs = zip([got, *params, *buffers], [torch.cat(losses), *written[0], *written[1]], strict=True)
+        same = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
+        return None if same else f"steps on batches of {size} are others than in calls of their own"
 
     def check(got: Tensor) -> str | None:
+        if 0 < size < len(x):
+            return one_by_one(got)
         expected = [[t.clone() for t in tensors] for tensors in wide]
         image = memory.before(x).double()
         image = image.permute(0, 2, 3, 1) if image.dim() == 4 else image
         lists = [expected[0], expected[1] if mu else [], expected[2]]
         logits = _outputs(expected[0], image, numbers)
-        loss = OPS["train_step_"].reference(*lists, image, targets, numbers, lr, lam, mu, decay, case["first"])
+        loss = OPS["train_steps_"].reference(*lists, image, targets, numbers, 0, lr, lam, mu, decay, case["first"])
         if wrong := compare("loss", got, loss, 1 + 2 * logits.abs().max(), 1000, x.dtype):
             return wrong
         # A hundred roundings of the largest number of each tensor: beside ReLU's corner either side would be right,
@@ -273,8 +291,8 @@ def train_step(case: dict[str, Any], memory: Memory) -> Call:
             *(("param", *t) for t in zip(params, wide[0], expected[0], strict=True)),
             *(("buffer", *t) for t in zip(buffers, wide[1], expected[1], strict=False)),
         ):
-            size = before.abs().max() + (after - before).abs().max()
-            if wrong := compare(what, mine, after, size, 1000, mine.dtype):
+            largest = before.abs().max() + (after - before).abs().max()
+            if wrong := compare(what, mine, after, largest, 1000, mine.dtype):
                 return wrong
         return None
 
@@ -282,11 +300,12 @@ def train_step(case: dict[str, Any], memory: Memory) -> Call:
     may_refuse = len(params[0].shape) == 4 and case["params"][0]["layout"] != "channels last"
     if case["raw"]:
         inputs = x.permute(0, 2, 3, 1).contiguous() if x.dim() == 4 else x
-        arguments = [params, buffers, anchors, inputs, targets, numbers, lr, lam, mu, decay, case["first"]]
-        return Call(torch.ops.pfl_ext.train_step_, arguments, written=written, check=check, may_refuse=may_refuse)
+        arguments = [params, buffers, anchors, inputs, targets, numbers, size, lr, lam, mu, decay, case["first"]]
+        return Call(torch.ops.pfl_ext.train_steps_, arguments, written=written, check=check, may_refuse=may_refuse)
     options = {"anchors": anchors, "lam": lam, "momentum": mu, "weight_decay": decay, "first": case["first"]}
+    options["batch_size"] = size
     return Call(
-        ops.train_step_,
+        ops.train_steps_,
         [params, x, targets, layers, lr],
         {**options, "momentum_buffers": buffers},
         written=written,

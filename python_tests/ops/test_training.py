@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pfl_ext import _native
-from pfl_ext.ops import proximal_sgd_step_, train_step_
+from pfl_ext.ops import proximal_sgd_step_, train_steps_
 from pfl_ext.ops._declare import OPS
 
 
@@ -76,7 +76,7 @@ def by_autograd(network, x, targets, anchors, buffers, **options):
 
 def by_the_op(network, layers, x, targets, anchors, buffers, **options):
     params = [p.detach() for p in network.parameters()]
-    loss = train_step_(params, x, targets, layers, 0.1, anchors=anchors, momentum_buffers=buffers, **options)
+    (loss,) = train_steps_(params, x, targets, layers, 0.1, anchors=anchors, momentum_buffers=buffers, **options)
     return loss, params
 
 
@@ -93,6 +93,25 @@ def test_a_step_is_that_of_autograd(device, name, options):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_steps_in_one_call_are_those_of_a_call_for_each_to_the_bit(device, name, options):
+    network, layers, x, targets, anchors, buffers = problem(name, torch.float32, rows=23)
+    again = {"params": [p.detach().clone() for p in network.parameters()], "buffers": [b.clone() for b in buffers]}
+    params = [p.detach() for p in network.parameters()]
+    more = {"anchors": anchors, **options}
+    losses = train_steps_(params, x, targets, layers, 0.1, batch_size=10, momentum_buffers=buffers, **more)
+    expected = []
+    for inputs, classes in zip(x.split(10), targets.split(10), strict=True):
+        expected.append(
+            train_steps_(again["params"], inputs, classes, layers, 0.1, momentum_buffers=again["buffers"], **more)
+        )
+        more.pop("first", None)
+    assert torch.equal(losses, torch.cat(expected)) and len(losses) == 3
+    for a, b in zip([*params, *buffers], [*again["params"], *again["buffers"]], strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 33])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_in_float32_it_is_no_further_from_the_truth_than_autograd(device, name, rows):
@@ -107,7 +126,7 @@ def test_in_float32_it_is_no_further_from_the_truth_than_autograd(device, name, 
 
 def test_the_loss_and_its_gradient_of_large_logits_are_right(device):
     bias = torch.tensor([1000.0, -1000.0, 999.0])
-    loss = train_step_([torch.zeros(3, 2), bias], torch.ones(2, 2), torch.tensor([0, 2]), ["linear"], 1.0)
+    (loss,) = train_steps_([torch.zeros(3, 2), bias], torch.ones(2, 2), torch.tensor([0, 2]), ["linear"], 1.0)
     exact = F.cross_entropy(torch.tensor([[1000.0, -1000.0, 999.0]] * 2, dtype=torch.float64), torch.tensor([0, 2]))
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
     share = 1 / (1 + torch.tensor(-1.0).exp())
@@ -145,6 +164,7 @@ WRONG = {
     "too few layers": (lambda g: g.update(layers=["linear"]), "4 params for"),
     "no layer at the end": (lambda g: g.update(layers=["linear", "linear_relu"]), "4 params for"),
     "an unknown layer": (lambda g: g.update(layers=["softmax", "linear"]), "layer 'softmax' is not known"),
+    "a negative size": (lambda g: g.update(batch_size=-1), "batch_size is -1"),
     "a negative step": (lambda g: g.update(lr=-1.0), "lr"),
     "an anchor too few": (lambda g: g.update(anchors=g["anchors"][1:], lam=0.1), "3 anchors for 4 params"),
     "a buffer of another shape": (
@@ -165,7 +185,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(what):
     change(given)
     before = [p.clone() for p in params]
     with pytest.raises((ValueError, RuntimeError), match=message):
-        train_step_(**given)
+        train_steps_(**given)
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
@@ -173,20 +193,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(what):
 def test_weights_of_convolutions_in_another_order_are_refused():
     network, layers, x, targets, *_ = problem("two convolutions", torch.float32)
     with pytest.raises(RuntimeError, match="layer 0 has the weight"):
-        train_step_([p.detach().contiguous() for p in network.parameters()], x, targets, layers, 0.1)
+        train_steps_([p.detach().contiguous() for p in network.parameters()], x, targets, layers, 0.1)
 
 
 def test_the_op_passes_opcheck(device_type):
     network, _, x, targets, anchors, buffers = problem("mlp", torch.float64)
     params = [p.detach() for p in network.parameters()]
     torch.library.opcheck(
-        OPS["train_step_"].overload, (params, buffers, anchors, x, targets, [1, 2], 0.1, 0.2, 0.9, 0.01, False)
+        OPS["train_steps_"].overload, (params, buffers, anchors, x, targets, [1, 2], 4, 0.1, 0.2, 0.9, 0.01, False)
     )
 
 
 def test_autograd_learns_of_the_step():
     network, layers, x, targets, *_ = problem("mlp", torch.float32)
     loss = F.cross_entropy(network(x), targets)
-    train_step_(list(network.parameters()), x, targets, layers, 0.1)
+    train_steps_(list(network.parameters()), x, targets, layers, 0.1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

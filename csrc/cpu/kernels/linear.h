@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/numeric.h"
+#include "common/proximal.h"
 #include "cpu/isa.h"
 
 namespace pfl::cpu {
@@ -21,6 +22,10 @@ struct LinearKernels {
   // The gradients of weight and bias, for the outputs [begin, end), from the masked one of y.
   void (*weight_gradient)(DType dtype, const LinearShape& shape, int64_t begin, int64_t end, const void* masked,
                           const void* x, void* to_weight, void* to_bias);
+  // The same with a step of the weights by their gradient, which is in registers only: one without momentum, anchor and
+  // weight decay. The bias is left as it is.
+  void (*weight_step)(DType dtype, const ProximalStep& how, const LinearShape& shape, int64_t begin, int64_t end,
+                      const void* masked, const void* x, void* weight, void* to_bias);
   // The gradient of x, for its columns [begin, end).
   void (*input_gradient)(DType dtype, const LinearShape& shape, int64_t begin, int64_t end, const void* masked,
                          const void* weight, void* to_x);
