@@ -33,6 +33,7 @@ _COLUMNS = (
     "seeds",
     "rounds",
     "model",
+    "clients",
     "variance",
     "lowest 5 %",
     "top 5 %",

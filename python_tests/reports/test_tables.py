@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pfl_ext.metrics import summarize
 from pfl_ext.reports import (
+    Look,
     Spread,
     best_cells,
     comparison,
@@ -121,6 +122,12 @@ def test_on_a_terminal_bold_is_bold(monkeypatch):
     assert on_terminal(text, io.StringIO()) == text
     monkeypatch.setenv("NO_COLOR", "1")
     assert on_terminal(text, Terminal()) == text
+
+
+def test_every_column_of_a_comparison_may_be_chosen(make_run):
+    columns = list(comparison({"FedAvg": [make_run("a", [0.5, 0.7]), make_run("b", [0.6, 0.8])]})[0])
+    assert "clients" in columns and len(columns) > 10
+    assert Look(columns=tuple(columns)).columns == tuple(columns)
 
 
 def test_the_main_columns_fit_100_characters():
