@@ -227,7 +227,7 @@ SIMULATOR ?=
 GPU = FAKEGPU_CACHE=$(CURDIR)/build/simulator $(abspath $(BIN))/python $(abspath $(SIMULATOR))/fakegpu.py \
   --python $(abspath $(BIN))/python
 GPU_TESTS := $(addprefix $(CURDIR)/python_tests/,ops optim federation engines/test_streams.py algorithms/test_devices.py \
-  algorithms/test_gpu_waits.py benchmarks/test_gpu_traffic.py test_commands.py)
+  algorithms/test_gpu_waits.py benchmarks/test_gpu_cases.py benchmarks/test_gpu_traffic.py test_commands.py)
 GPU_ORDERS := $(addprefix $(CURDIR)/python_tests/,ops optim algorithms/test_devices.py)
 RUNS_CUDA := import torch; from pfl_ext import _native; library = _native.status()["cuda"]; \
   raise SystemExit(None if library.loaded and torch.cuda.is_available() else f"no CUDA library to run: {library.reason}")
