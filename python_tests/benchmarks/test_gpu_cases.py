@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pfl_ext.benchmarks.gpu_cases import UNLIKE, GpuCase, distillation_cases, list_cases, spectral_cases
 from pfl_ext.ops._declare import OPS
@@ -51,6 +52,14 @@ def test_every_opponent_gives_what_the_op_gives(device_type: str, monkeypatch: p
             for x, y in zip(found, expected, strict=True):
                 assert x.device == y.device, (case.op, name)
                 assert torch.allclose(x, y.to(x.dtype), rtol=1e-4, atol=1e-6), (case.op, name)
+
+
+def test_no_opponent_mixes_devices() -> None:
+    """A simulated GPU lets them: it computes torch's ops on the host. Torch's fake tensors do not."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for case in list_cases("adapters", torch.float32, "cuda"):
+            if case.op != "all_finite" and "_foreach" in case.opponents:  # whose answer is a value
+                case.opponents["_foreach"]()
 
 
 def test_every_op_with_a_cuda_kernel_is_counted_and_raced() -> None:
