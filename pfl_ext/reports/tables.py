@@ -22,6 +22,7 @@ __all__ = [
     "Style",
     "best_cells",
     "comparison",
+    "deviation",
     "main_columns",
     "on_terminal",
     "per_user",
@@ -42,6 +43,14 @@ class Spread(NamedTuple):
 
     mean: float
     std: float
+
+
+def deviation(values: Sequence[float] | np.ndarray) -> float:
+    """The standard deviation of a sample: 0 of numbers that rounding alone tells apart, NaN of a single one."""
+    if len(values) < 2:
+        return math.nan
+    std = float(np.std(values, ddof=1))
+    return 0.0 if std <= 1e-12 * float(np.max(np.abs(values))) else std
 
 
 # ---- any rows --------------------------------------------------------------------------------------------------------
@@ -504,4 +513,4 @@ def _over_seeds(values: Sequence[Any]) -> Any:
         return present[0]  # the same number of rounds or parameters needs no spread, and infinity has none
     if any(isinstance(value, str) for value in present):
         return ", ".join(dict.fromkeys(present))
-    return Spread(float(np.mean(present)), float(np.std(present, ddof=1)) if len(present) > 1 else math.nan)
+    return Spread(float(np.mean(present)), deviation(present))

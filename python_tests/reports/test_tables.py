@@ -22,6 +22,7 @@ from pfl_ext.reports import (
     tails,
     transpose,
 )
+from pfl_ext.reports.tables import deviation
 
 NASTY = "a|b\\c `d` *e* _f_ [g](h) <i> ~j~ $k$ &amp; #l %m {n} ^o"
 text = st.text(st.sampled_from(list("ab01 |\\`*_[]()<>~$&#%{}^\"',;\n\t±é-")), max_size=12)
@@ -367,3 +368,12 @@ def test_per_user_shows_fedavg_by_its_global_model_and_any_other_column(make_run
     assert per_user(runs, "lambda")[1]["user 1"] == 0.5  # not in per cent
     with pytest.raises(ValueError, match=r"no column 'temperature'; it has client, global/test/accuracy, lambda"):
         per_user(runs, "temperature")
+
+
+def test_the_deviation_is_of_a_sample_and_none_where_rounding_alone_tells_numbers_apart():
+    assert deviation([1.0, 3.0]) == pytest.approx(2**0.5)
+    third = 100 * 34 / 35
+    assert np.std([third, third, np.nextafter(third, 0)], ddof=1) > 0
+    assert deviation([third, third, np.nextafter(third, 0)]) == 0
+    assert deviation([0.0, 0.0]) == 0
+    assert math.isnan(deviation([5.0])) and math.isnan(deviation([5.0, math.nan]))
