@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from pfl_ext import nn
 from pfl_ext.algorithms import FedAvg
+from pfl_ext.commands.parser import HelpFormatter
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import EngineOptions, make_engine
 from pfl_ext.federation import Engine, Federation, Settings, WorkingModel, stream
@@ -394,7 +395,7 @@ def _race_quick_start(arguments: argparse.Namespace, cores: Sequence[int], repea
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY)
+    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY, formatter_class=HelpFormatter)
     parser.add_argument("--quick", action="store_true", help="on the digits, written to a file of its own")
     parser.add_argument(
         "--data",

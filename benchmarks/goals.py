@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pfl_ext.commands.parser import HelpFormatter
+
 from . import report
 from .report import Row
 
@@ -189,7 +191,7 @@ def _time(ms: float) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``pfl-ext bench goals`` with these arguments; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY)
+    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY, formatter_class=HelpFormatter)
     parser.add_argument("--summary", action="store_true", help="the eight that say most, in place of all")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the CSV files")
     parser.add_argument(

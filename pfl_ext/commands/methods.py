@@ -13,7 +13,7 @@ from pfl_ext.algorithms import METHODS
 from pfl_ext.federation import Method
 from pfl_ext.options import nearest, title
 
-from .parser import Parser, UsageError
+from .parser import Parser, UsageError, help_width
 
 __all__ = ["Request", "add_trust", "execute", "listed", "make_known", "parse"]
 
@@ -23,6 +23,7 @@ class Request:
     """The methods to show; none named: all."""
 
     names: tuple[str, ...]
+    style: str
 
 
 def parse(arguments: Sequence[str]) -> Request:
@@ -34,18 +35,27 @@ def parse(arguments: Sequence[str]) -> Request:
         "in two rounds of LeNet with six clients, which takes seconds.",
     )
     parser.add_argument("names", nargs="*", metavar="METHOD", help="names of methods; default: all")
-    names = tuple(parser.parse_args(arguments).names)
-    for name in names:
+    parser.add_argument(
+        "--style",
+        choices=("text", "markdown"),
+        default="text",
+        help="text: a paragraph for each; markdown: two tables, as on the documentation's page (default: text)",
+    )
+    parsed = parser.parse_args(arguments)
+    for name in parsed.names:
         make_known(name, trusted=True)
-    return Request(names)
+    return Request(tuple(parsed.names), parsed.style)
 
 
 def execute(request: Request) -> int:
-    """Print a table of the methods and one of their options."""
-    from pfl_ext.catalogue import catalogue, methods_table, options_table
+    """Print what the methods are, and their options."""
+    from pfl_ext.catalogue import catalogue, described, methods_table, options_table
 
     entries = catalogue(request.names)
-    print(f"{methods_table(entries)}\n\n{options_table(entries)}")
+    if request.style == "markdown":
+        print(f"{methods_table(entries)}\n\n{options_table(entries)}")
+    else:
+        print(described(entries, help_width()))
     return 0
 
 
