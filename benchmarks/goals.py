@@ -167,7 +167,13 @@ def markdown(lines: Sequence[_Line], short: bool = False) -> str:
     for line in shown:
         goal = line.goal
         reached = f"**{_amount(goal, line.reached)}, missed**" if line.missed else _amount(goal, line.reached)
-        cells = [goal.what, _time(line.ours.median_ms), goal.opponent, _amount(goal, goal.least, 1), reached]
+        cells = [
+            goal.what,
+            _time(line.ours.median_ms),
+            report.in_markdown(goal.opponent),
+            _amount(goal, goal.least, 1),
+            reached,
+        ]
         table.append(cells if short else [*cells, goal.reason if line.missed else ""])
     missed = sum(line.missed for line in lines)
     machines = dict.fromkeys((line.ours.machine, line.ours.torch) for line in lines)
