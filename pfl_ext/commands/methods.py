@@ -7,15 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pfl_ext.algorithms import METHODS
 from pfl_ext.federation import Method
-from pfl_ext.options import nearest, title
+from pfl_ext.options import nearest
 
 from .parser import Parser, UsageError, help_width
 
-__all__ = ["Request", "add_trust", "execute", "listed", "make_known", "parse"]
+__all__ = ["Request", "execute", "make_known", "parse"]
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,6 @@ def execute(request: Request) -> int:
     else:
         print(described(entries, help_width()))
     return 0
-
-
-def listed() -> str:
-    """All methods of the package with what they are, for the help of a command."""
-    return "methods:\n" + "\n".join(f"  {name:12} {title(method)}" for name, method in METHODS.items())
-
-
-def add_trust(parser: Any) -> None:
-    """Add the flag that lets a file name code."""
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="let the file name methods of Python files (path/to/file.py:Class), which are then run",
-    )
 
 
 def make_known(name: str, *, trusted: bool, others: Sequence[str] = ()) -> None:
