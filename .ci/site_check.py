@@ -18,10 +18,9 @@ MADE = {"genindex.html", "py-modindex.html", "search.html"}
 
 
 class Page(HTMLParser):
-    """Links, anchors and loaded files of a page."""
+    """A page's links, its anchors, and the files that it loads."""
 
     def __init__(self, path: Path) -> None:
-        """Of a file."""
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()

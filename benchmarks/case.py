@@ -115,7 +115,7 @@ class Case:
     contestants: Sequence[Contestant]
     expected: Expected
     data_bytes: int
-    """Size of the input."""
+    """Bytes of the tensors that the op is given."""
     limit_bytes: int
     """What any implementation must read and write."""
     large_buffer: Tensor | None = None

@@ -52,7 +52,7 @@ class Setting:
 
     @property
     def clients(self) -> int:
-        """How many."""
+        """The number of clients in the partition."""
         return self.partition.clients
 
     @property

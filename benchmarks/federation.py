@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from pfl_ext import nn
 from pfl_ext.algorithms import FedAvg
+from pfl_ext.commands.parser import HelpFormatter
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import EngineOptions, make_engine
 from pfl_ext.federation import Engine, Federation, Settings, WorkingModel, stream
@@ -66,7 +67,7 @@ class Setting:
 
     @property
     def train_samples(self) -> int:
-        """Of all clients."""
+        """Training samples of all clients together."""
         return sum(map(len, self.partition.train))
 
     def clients(self) -> list[ClientData]:
@@ -180,7 +181,7 @@ def _federation(s: Setting, workers: int) -> Federation:
 
 
 def on_engine(s: Setting, engine: Engine) -> Federation:
-    """Our round, wherever clients train."""
+    """Our federation of this setting, whose clients train on the given engine."""
     settings = Settings(rounds=1, seed=_SEED, evaluate_train=True, threads=1)
     return Federation(_METHOD, s.network, s.dataset, s.partition, settings, engine=engine)
 
@@ -287,12 +288,13 @@ def _quick_start(lines: Sequence[report.Row], parts: Sequence[report.Row]) -> st
         "\n".join("| " + " | ".join(line) + " |" for line in table)
         + f"\n\nOne round of FedAvg as in PFLlib's MNIST quick start, run on {first.shapes}: {first.clients} clients, "
         "Dirichlet 0.1, batches of 10, one local epoch, the CNN of 582,026 parameters, then training loss, test "
-        "accuracy and AUC of every client (PFLlib's over all pairs of sample and class, ours over the classes). Median "
-        f"of {first.rounds}, in turns; all end with the same model. On n cores pfl_ext runs n processes of one thread, "
-        "the others one process of n threads. PFLlib: re-typed, with its clients' files in the system's cache. fluke: "
-        "re-typed, without its other metrics. Forward "
-        "and backward alone: as many passes by autograd on our network in our memory format, or on the same layers run "
-        "one by one, nothing else; pfl_ext takes its steps without autograd, and may take less.\n\n"
+        f"accuracy and AUC of every client. Median of {first.rounds}, in turns; all end with the same model.\n\n"
+        "* On n cores pfl_ext runs n processes of one thread, the others one process of n threads.\n"
+        "* PFLlib: re-typed, with its clients' files in the system's cache. Its AUC is over all pairs of sample and "
+        "class, ours over the classes.\n"
+        "* fluke: re-typed, without its other metrics.\n"
+        "* Forward and backward alone: as many passes by autograd on our network in our memory format, or on the same "
+        "layers run one by one, nothing else; pfl_ext takes its steps without autograd, and may take less.\n\n"
         + (_profile_table(parts) + "\n\n" if parts else "")
     )
 
@@ -393,7 +395,7 @@ def _race_quick_start(arguments: argparse.Namespace, cores: Sequence[int], repea
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY)
+    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY, formatter_class=HelpFormatter)
     parser.add_argument("--quick", action="store_true", help="on the digits, written to a file of its own")
     parser.add_argument(
         "--data",

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pfl_ext.commands.parser import HelpFormatter
+
 from . import report
 from .report import Row
 
@@ -165,7 +167,13 @@ def markdown(lines: Sequence[_Line], short: bool = False) -> str:
     for line in shown:
         goal = line.goal
         reached = f"**{_amount(goal, line.reached)}, missed**" if line.missed else _amount(goal, line.reached)
-        cells = [goal.what, _time(line.ours.median_ms), goal.opponent, _amount(goal, goal.least, 1), reached]
+        cells = [
+            goal.what,
+            _time(line.ours.median_ms),
+            report.in_markdown(goal.opponent),
+            _amount(goal, goal.least, 1),
+            reached,
+        ]
         table.append(cells if short else [*cells, goal.reason if line.missed else ""])
     missed = sum(line.missed for line in lines)
     machines = dict.fromkeys((line.ours.machine, line.ours.torch) for line in lines)
@@ -192,7 +200,7 @@ def _time(ms: float) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``pfl-ext bench goals`` with these arguments; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY)
+    parser = argparse.ArgumentParser(prog=f"pfl-ext bench {NAME}", description=SUMMARY, formatter_class=HelpFormatter)
     parser.add_argument("--summary", action="store_true", help="the eight that say most, in place of all")
     parser.add_argument("--output", metavar="DIR", type=Path, help="folder of the CSV files")
     parser.add_argument(

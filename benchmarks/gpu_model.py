@@ -100,7 +100,7 @@ def count(case: GpuCase) -> Counted:
 
 
 def counted_cases() -> list[Counted]:
-    """All ops."""
+    """Every op called once on the simulated GPU, with what it moved."""
     return [count(case) for case in cases("cuda")]
 
 

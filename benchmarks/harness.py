@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from pfl_ext.commands.parser import HelpFormatter
+
 from . import (
     averaging,
     distillation,
@@ -108,6 +110,7 @@ def _on_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pfl-ext bench",
+        formatter_class=HelpFormatter,
         description="Race the fused ops against what people write instead, on this machine: contestants are checked, "
         "then timed in turns in one process. Writes a CSV file and prints the table made from it.",
         epilog="A run replaces the CSV file of its family as a whole; use --output to keep a partial run apart.",

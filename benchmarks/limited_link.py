@@ -175,10 +175,10 @@ class Prediction:
     compute: float
     """Seconds that a training sample takes."""
     bandwidth: float
-    """Bytes a second."""
+    """Bytes a second of the limited link."""
 
     def seconds(self, found: dict[str, Any], protocol: str) -> float:
-        """A round's, in the long run."""
+        """Seconds of a round that the virtual clock predicts, once rounds follow each other."""
         clock = Clock([Device(self.compute, self.bandwidth, self.bandwidth, 0.0)] * 2)
         timeline = Timeline(clock, protocol)
         works = []

@@ -29,7 +29,7 @@ def _cpu_model() -> str:
 
 
 def cores() -> int:
-    """How many there are."""
+    """The number of cores of this machine; 1 where it is not known."""
     return os.cpu_count() or 1
 
 

@@ -129,7 +129,7 @@ class Result:
     """Median over the rounds of its time by ours: a slow spell of the machine hits both sides of each ratio."""
     ratio_of_medians: float
     read_bandwidth: float
-    """Bytes a second."""
+    """Bytes a second that were read from memory in the same rounds, on the same threads."""
     peak_extra_bytes: int | None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -18,6 +19,7 @@ from .measure import Result
 __all__ = [
     "Row",
     "by_case",
+    "in_markdown",
     "markdown",
     "ms_text",
     "put_into",
@@ -242,12 +244,26 @@ def markdown(family: Family, rows: Sequence[Row]) -> str:
 
 
 def _explained(name: str, notes: Mapping[str, str]) -> str:
-    return f"{name} ({notes[name]})" if name in notes else name
+    return f"{in_markdown(name)} ({notes[name]})" if name in notes else in_markdown(name)
+
+
+def in_markdown(name: str) -> str:
+    """A contestant's name as it is: ``_foreach_add_`` would be emphasis, and lose its underscores."""
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", name)
 
 
 def _op_table(cases: Sequence[Sequence[Row]]) -> str:
     others = list(dict.fromkeys(row.contestant for case in cases for row in case[1:]))
-    header = ["shapes", "C", "dtype", "threads", cases[0][0].contestant, "bandwidth", *others, "memory"]
+    header = [
+        "shapes",
+        "C",
+        "dtype",
+        "threads",
+        cases[0][0].contestant,
+        "bandwidth",
+        *map(in_markdown, others),
+        "memory",
+    ]
     lines = [header, ["---", "--:", "---", *["--:"] * (len(header) - 3)]]
     for case in cases:
         ours, ratios = case[0], {row.contestant: ratio_text(row.ratio_to_ours) for row in case[1:]}

@@ -24,7 +24,7 @@ class Outcome:
     """What one run of a contestant gave."""
 
     seconds: float
-    """Of a round."""
+    """Seconds that a round took."""
     model: Tensor | None = None
     """What it ended with where all contestants have seen the same batches; it may be less than what ours has."""
     reported: Reported | None = None
@@ -53,12 +53,12 @@ class Result:
 
     @property
     def seconds(self) -> list[float]:
-        """Of a round."""
+        """Seconds that a round took, for each run."""
         return [outcome.seconds for outcome in self.outcomes]
 
     @property
     def evaluated(self) -> list[float]:
-        """Of a round with its share of an evaluation."""
+        """The same with a round's share of an evaluation."""
         return [outcome.evaluated for outcome in self.outcomes]
 
 

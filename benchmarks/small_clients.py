@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def clients(self) -> int:
-        """How many."""
+        """The number of clients in the partition."""
         return self.partition.clients
 
     def cohorts(self) -> list[list[int]]:
@@ -78,7 +78,7 @@ class Setting:
         return torch.stack([x for x, _ in parts]), torch.stack([y for _, y in parts])
 
     def test(self) -> tuple[Tensor, Tensor]:
-        """The test samples."""
+        """Inputs and targets of the global test set."""
         x, y = self.dataset.batch(self.partition.global_test)
         return x, y
 

@@ -40,14 +40,14 @@ class ModelPair:
 
     @classmethod
     def of(cls, student: list[Tensor], teacher: list[Tensor]) -> ModelPair:
-        """These two."""
+        """A pair of models that are there, in place of drawn ones."""
         pair = cls.__new__(cls)
         pair.dtype, pair.student, pair.teacher = student[0].dtype, student, teacher
         return pair
 
     @property
     def numel(self) -> int:
-        """Weights of one model."""
+        """How many weights one of the two models has."""
         return sum(x.numel() for x in self.student)
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Federation, InProcess, Method, Reply, Request, Settings
 from pfl_ext.options import title
 
-__all__ = ["Entry", "catalogue", "entry", "methods_table", "options_table", "put_into", "told"]
+__all__ = ["Entry", "catalogue", "described", "entry", "methods_table", "options_table", "put_into", "told"]
 
 _CLIENTS = 6
 _SHAPE = (3, 32, 32)
@@ -131,6 +132,26 @@ def _shown(vectors: Mapping[str, float]) -> str:
 def _number(size: float) -> str:
     """Two decimals; what is a few numbers is called so."""
     return f"{size:.2f}" if size >= 0.005 else "~0"
+
+
+def described(entries: Sequence[Entry], width: int) -> str:
+    """A paragraph for each method, in lines of at most ``width`` letters."""
+    lines = []
+    for e in entries:
+        options = ", ".join(f"{name} {_default(value)}" for name, value in e.options.items()) or "those of every method"
+        told = {
+            "a client keeps": _shown(e.kept),
+            "is sent": _shown(e.received),
+            "sends": _shown(e.sent),
+            "trains": _number(e.trained),
+            "evaluated": ", ".join(e.evaluated),
+            "options": options,
+        }
+        lines += textwrap.wrap(f"{e.name}: {title(e.kind)}", width, subsequent_indent="  ")
+        for name, text in told.items():
+            lines += textwrap.wrap(f"  {name:15}{text}", width, subsequent_indent=" " * 17)
+        lines.append("")
+    return "\n".join(lines[:-1])
 
 
 def methods_table(entries: Sequence[Entry]) -> str:

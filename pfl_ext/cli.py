@@ -16,13 +16,13 @@ __all__ = ["main"]
 # Each is a module of its own, imported when it is called (pfl_ext.commands).
 _COMMANDS = {
     "run": "train one method on clients' data",
-    "compare": "run several methods on the same clients' data and random numbers; one table, one picture",
+    "compare": "run several methods on the same clients' data; one table, one picture",
     "sweep": "compare methods for every combination of options' values; one table",
     "paper": "repeat a table or figure of a paper: our numbers beside the printed ones",
     "resume": "go on with an interrupted run, comparison or sweep: resume FOLDER",
     "report": "one HTML page about runs: curves, clients, costs, differences; --watch keeps it live",
     "export": "write a run's global model or a client's personal one as safetensors",
-    "virtual-time": "how long finished runs would take to a target accuracy on simulated devices and links",
+    "virtual-time": "how long finished runs would take on simulated devices and links",
     "data": "divide a data set among clients and show who has what, without training",
     "landscape": "draw the loss around the models of finished runs",
     "flower": "write a Flower app that runs a method: flower new FOLDER METHOD",

@@ -28,13 +28,21 @@ def test_the_page_has_the_tables_that_the_classes_give(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods", "scaffold", "ifca"]) == 0
+    assert main(["methods", "scaffold", "ifca", "--style", "markdown"]) == 0
     told = capsys.readouterr().out
     control = "model 1.00, control 1.00"
     assert f"| control 1.00 | {control} | {control} | 1.00 | global |" in told
     assert "| model/* 2.00 | model 1.00, cluster ~0 |" in told and "`clusters` 2" in told
     assert main(["methods", "scafold"]) == 2
     assert "did you mean scaffold" in capsys.readouterr().err
+
+
+def test_in_a_terminal_it_is_text_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "scaffold", "fedem", "persfl"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "  a client keeps control 1.00" in lines and lines[0].startswith("scaffold: SCAFFOLD")
+    assert len([line for line in lines if line.startswith("  options ")]) == 3
 
 
 def test_what_corresponds_elsewhere_is_there_here() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from pages import Kept, follow
 from torch import Tensor, nn
 
 from pfl_ext.algorithms import METHODS, SCD, Ditto, FedAvg, FedAvgFT, FedBuff
+from pfl_ext.benchmarks import federation, many_clients, report
+from pfl_ext.benchmarks.harness import FAMILIES
 from pfl_ext.cli import main
 from pfl_ext.data import PARTITIONERS, Dataset, Partition, load
 from pfl_ext.engines import InProcess
+from pfl_ext.engines.choice import EngineOptions
 from pfl_ext.federation import PROTOCOLS, Client, Engine, Federation, Method, Settings, Stage, stream
 from pfl_ext.reports import read_config
 from pfl_ext.tasks import TASKS
@@ -213,6 +218,37 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
     assert named and [name for name in named if f"\ndef {name}" not in code] == []
 
 
+LONGEST = 650  # characters; a reader loses the thread of more, which are to be a list or a table
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md"))], ids=lambda path: path.stem
+)
+def test_no_paragraph_is_too_long_to_be_read(page: Path) -> None:
+    text = re.sub(r"<!-- benchmark:.*?:end -->", "", page.read_text(encoding="utf-8"), flags=re.S)
+    assert [part[:60] for part in _paragraphs(text) if len(part) > LONGEST] == []
+
+
+def test_no_paragraph_of_the_benchmarks_is_too_long_to_be_read() -> None:
+    results = DOCS.parent / "benchmarks" / "results"
+    made = {
+        **{
+            name: report.markdown(family, report.read_csv(results / f"{name}.csv")) for name, family in FAMILIES.items()
+        },
+        "federation": federation.markdown(report.read_csv(results / "federation.csv")),
+        "federation.memory": many_clients.markdown(report.read_csv(results / "federation.memory.csv")),
+    }
+    assert {name: part[:60] for name, text in made.items() for part in _paragraphs(text) if len(part) > LONGEST} == {}
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Paragraphs and items of lists; no code, no tables."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text)
+    return [" ".join(part.split()) for part in parts if not part.lstrip().startswith(("|", "#", "<"))]
+
+
 def _first_column(page: str, heading: str) -> list[str]:
     """The first cells of the table after a line that begins so."""
     after = (DOCS / page).read_text(encoding="utf-8").partition(f"\n{heading}")[2]
@@ -247,6 +283,33 @@ def test_the_glossary_has_the_stages_and_protocols_of_the_code() -> None:
 def test_the_table_of_an_engine_has_all_that_it_must() -> None:
     told = {name for cell in _first_column("extending.md", "to the bit.") for name in re.findall(r"`(\w+)[(`]", cell)}
     assert told == {name for name in dir(Engine) if not name.startswith("_")}
+
+
+def test_what_the_page_on_checkpoints_says_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Kept():
+        names = follow(DOCS / "checkpoints.md")
+    said = capsys.readouterr().out
+    assert "8 rounds" in said and names["newest"].name == "checkpoint-00000008.safetensors"
+    assert len(list(Path("results/long/checkpoints").iterdir())) == 2
+    assert {name.partition("/")[0] for name in names["shapes"]} >= {"server", "clients"}
+
+
+def test_the_page_on_checkpoints_names_the_options_that_may_change() -> None:
+    """In the first column those that are no part of a run's identity, in the second those that are."""
+    settings = {field.name: field.metadata["identity"] for kind in (Settings, EngineOptions) for field in fields(kind)}
+    rows = re.search(r"\| may change \| stays \|\n.*?\n\n", (DOCS / "checkpoints.md").read_text(encoding="utf-8"), re.S)
+    assert rows is not None
+    cells = [line.split("|")[1:3] for line in rows[0].strip().splitlines()[2:]]
+    for place, part in ((0, False), (1, True)):
+        named = {
+            name.removeprefix("no-").replace("-", "_")
+            for row in cells
+            for name in re.findall(r"`--([\w-]+)`", row[place])
+        }
+        assert named & settings.keys() and {settings[name] for name in named & settings.keys()} == {part}
 
 
 def test_the_example_task_learns_a_quantile_of_named_inputs(capsys: pytest.CaptureFixture[str]) -> None:

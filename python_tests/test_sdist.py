@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -125,32 +128,58 @@ def test_a_build_without_the_sources_fails_and_says_what_is_missing(unpacked, tm
     assert list(broken.rglob("*.whl")) == []
 
 
-def test_an_installation_from_the_source_distribution_compiles_and_serves_every_op(archive, tmp_path):
-    """A minute of compiling: the archive is what people get, and nothing else in the tests builds from it."""
+@pytest.fixture(scope="module")
+def environment(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a new environment with a wheel from the archive in it; torch and the test tools are lent to it.
+
+    A minute of compiling: the archive is what people get, and nothing else in the tests builds from it.
+    """
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("needs a C++ compiler")
-    target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-index", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", "--target", target, archive],
-        env={**os.environ, "PFL_EXT_CUDA": "0", "PFL_EXT_NATIVE": "1"},
-        capture_output=True,
-        text=True,
-    )
+    folder = tmp_path_factory.mktemp("new")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    python = folder / "env" / "bin" / "python"
+    offline = ["--no-index", "--no-deps"]
+    build = {**os.environ, "PFL_EXT_CUDA": "0", "PFL_EXT_NATIVE": "1"}
+    command([*pip, "wheel", *offline, "--no-build-isolation", "-w", folder / "wheels", archive], build)
+    command([sys.executable, "-m", "venv", "--without-pip", folder / "env"])
+    (wheel,) = (folder / "wheels").glob("*.whl")
+    command([*pip, "--python", python, "install", *offline, wheel])
+    (packages,) = (folder / "env" / "lib").glob("python3*/site-packages")
+    (packages / "torch-and-tools.pth").write_text(f"{sysconfig.get_path('purelib')}\n")  # after its own on the path
+    return python
+
+
+def command(arguments: Sequence[str | Path], environment: Mapping[str, str] = os.environ) -> str:
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PFL_EXT_")}
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROBE],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(target)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert Path(found["file"]).parent == target / "pfl_ext"
+    return done.stdout
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without a pfl_ext, and no variable that names another one or chooses kernels."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("PFL_EXT_") or name == "PYTHONPATH"]:
+        monkeypatch.delenv(name)
+
+
+def test_a_wheel_from_the_source_distribution_serves_every_op(environment: Path, elsewhere: None) -> None:
+    found = json.loads(command([environment, "-W", "error", "-c", PROBE]))
+    assert Path(found["file"]).is_relative_to(environment.parents[1])
     assert found["result"] == [2.0]
     assert found["digits"] == 1797
     assert found["cpu"] == ""
     assert found["cuda"] == "not built: PFL_EXT_CUDA=0"
     assert found["plain"] == []
+
+
+def test_a_wheel_from_the_source_distribution_passes_its_op_tests(
+    environment: Path, unpacked: Path, elsewhere: None
+) -> None:
+    """Without those that compile, and those of sizes and threads: they show what is the same in every build."""
+    tests = [unpacked / "python_tests" / "ops", "-k", "not compile and not gradcheck and not large and not thread"]
+    run = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"  # -m would look into this folder first
+    said = command([environment, "-c", run, "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", *tests])
+    passed = re.search(r"(\d+) passed", said)
+    assert passed is not None and int(passed[1]) > 1000

@@ -37,8 +37,10 @@ def test_all_are_in_the_list_and_tested() -> None:
 
 
 def test_a_first_run(followed: Any) -> None:
+    pytest.importorskip("uplot")
     names, _ = followed("first-run.md")
     assert len(names["clients"]) == 10
+    assert "<html" in Path("results/first/report.html").read_text(encoding="utf-8")
     with Path("results/ditto/metrics.csv").open(encoding="utf-8") as file:
         assert [row["round"] for row in csv.DictReader(file)] == [str(n) for n in range(1, 9)]
     assert Path("client3.safetensors").is_file()

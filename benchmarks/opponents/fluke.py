@@ -166,7 +166,7 @@ class FedAvg:
         return _Client(*args)
 
     def round(self, cohort: Sequence[int]) -> None:
-        """Send, train, average."""
+        """One round: the model goes to these clients, each trains, the server averages."""
         for k in cohort:
             self._channel.send(self.model, _SERVER, k)
         for k in cohort:

@@ -38,7 +38,7 @@ __all__ = ["PflRun", "Task", "run"]
 
 @dataclass(frozen=True)
 class Task:
-    """What is run."""
+    """A federation as this opponent takes it: network, users, rounds, step size."""
 
     network: nn.Module
     x: Tensor
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class PflRun:
-    """What came of it."""
+    """Times, models and accuracy of a run of this opponent."""
 
     seconds: list[float]
     """Of each round, without its evaluation."""
@@ -64,7 +64,7 @@ class PflRun:
     first: nn.Module
     """The model after the first round."""
     accuracy: float
-    """In the last evaluation."""
+    """The global model's in the last evaluation."""
 
 
 def run(task: Task, processes: int = 1) -> PflRun:

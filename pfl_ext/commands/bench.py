@@ -21,7 +21,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Hand over to the benchmarks."""
+    """Run the benchmarks with these arguments, where they are installed."""
     try:
         from pfl_ext.benchmarks import harness
     except ImportError as error:

@@ -7,15 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pfl_ext.algorithms import METHODS
 from pfl_ext.federation import Method
-from pfl_ext.options import nearest, title
+from pfl_ext.options import nearest
 
-from .parser import Parser, UsageError
+from .parser import Parser, UsageError, help_width
 
-__all__ = ["Request", "add_trust", "execute", "listed", "make_known", "parse"]
+__all__ = ["Request", "execute", "make_known", "parse"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class Request:
     """The methods to show; none named: all. With a page the tables are put into it."""
 
     names: tuple[str, ...]
+    style: str
     page: Path | None = None
 
 
@@ -36,6 +36,12 @@ def parse(arguments: Sequence[str]) -> Request:
     )
     parser.add_argument("names", nargs="*", metavar="METHOD", help="names of methods; default: all")
     parser.add_argument(
+        "--style",
+        choices=("text", "markdown"),
+        default="text",
+        help="text: a paragraph for each; markdown: two tables, as on the documentation's page (default: text)",
+    )
+    parser.add_argument(
         "--page",
         type=Path,
         metavar="FILE",
@@ -44,33 +50,21 @@ def parse(arguments: Sequence[str]) -> Request:
     words = parser.parse_args(arguments)
     for name in words.names:
         make_known(name, trusted=True)
-    return Request(tuple(words.names), words.page)
+    return Request(tuple(words.names), words.style, words.page)
 
 
 def execute(request: Request) -> int:
-    """Print a table of the methods and one of their options, or put them into a page."""
-    from pfl_ext.catalogue import catalogue, put_into, told
+    """Print what the methods are, and their options, or put the tables into a page."""
+    from pfl_ext.catalogue import catalogue, described, put_into, told
 
     entries = catalogue(request.names)
-    if request.page is None:
+    if request.page is not None:
+        put_into(request.page, entries)
+    elif request.style == "markdown":
         print(told(entries))
     else:
-        put_into(request.page, entries)
+        print(described(entries, help_width()))
     return 0
-
-
-def listed() -> str:
-    """All methods of the package with what they are, for the help of a command."""
-    return "methods:\n" + "\n".join(f"  {name:12} {title(method)}" for name, method in METHODS.items())
-
-
-def add_trust(parser: Any) -> None:
-    """Add the flag that lets a file name code."""
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="let the file name methods of Python files (path/to/file.py:Class), which are then run",
-    )
 
 
 def make_known(name: str, *, trusted: bool, others: Sequence[str] = ()) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from pfl_ext.configuration import Configuration
 from pfl_ext.engines import kept_processes
 from pfl_ext.papers import Item, Runs, item_of, papers
-from pfl_ext.reports import Look, accuracy_curves, beside, client_density, table
+from pfl_ext.reports import Look, accuracy_curves, beside, client_density
+from pfl_ext.reports.tables import in_parts
 from pfl_ext.running import write_tables
 
 from . import compare, sweep
@@ -70,7 +71,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Make the runs that it needs, write the table in all styles and the picture, print the table."""
+    """Make the runs that it needs, write the table in all styles and the picture, print the table in parts that fit."""
     if request.item is None:
         for paper, items in papers().items():
             print("\n".join([paper, *(f"  {name:9} {item.title}" for name, item in items.items())]))
@@ -84,7 +85,7 @@ def execute(request: Request) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_tables(rows, folder, item.name, Look())
     print(f"{item.paper}, {item.name}: {item.title}\n")
-    print(table(rows))
+    print(in_parts(rows))
     if request.plots:
         _draw(item, runs, drawn, folder / f"{item.name}.png")
     print(f"{item.name} of {item.paper}: in {folder}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
+import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "UsageError"]
+__all__ = ["HelpFormatter", "Parser", "UsageError", "help_width"]
 
 
 class UsageError(Exception):
@@ -15,6 +17,11 @@ class UsageError(Exception):
 
 
 _WIDTH = 100  # columns that help takes at most
+
+
+def help_width() -> int:
+    """How many letters a line of help has at most: as many as the terminal, up to a width that is read with ease."""
+    return min(_WIDTH, shutil.get_terminal_size().columns) - 2
 
 
 class _Everything(argparse.Action):
@@ -27,11 +34,36 @@ class _Everything(argparse.Action):
         parser.exit()
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help as wide as the terminal, up to a width that is read with ease."""
+class HelpFormatter(argparse.HelpFormatter):
+    """Help as wide as the terminal, up to a width that is read with ease.
+
+    Lines of a description that begin with a space stay lines, such as those of a list; what is longer goes on below the
+    last of its columns. All others are filled.
+    """
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=min(_WIDTH, shutil.get_terminal_size().columns) - 2)
+        super().__init__(prog, max_help_position=30, width=help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = []
+        for listed, paragraph in _pieces(text):
+            column = re.match(r" *(?:\S+ {2,})?", paragraph) if listed else None
+            hanging = " " * (column.end() if column else 0)
+            filled += textwrap.wrap(
+                paragraph, width, initial_indent=indent, subsequent_indent=indent + hanging, break_on_hyphens=False
+            ) or [""]
+        return "\n".join(filled)
+
+
+def _pieces(text: str) -> list[tuple[bool, str]]:
+    """The lines of a text that begin with a space, and the paragraphs between them, each with whether it is a line."""
+    found: list[tuple[bool, str]] = []
+    for line in text.splitlines():
+        if line.startswith(" ") or not line or not found or found[-1][0] or not found[-1][1]:
+            found.append((line.startswith(" "), line))
+        else:
+            found[-1] = (False, f"{found[-1][1]} {line}")
+    return found
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,7 +78,7 @@ class Parser(argparse.ArgumentParser):
                 "prog": f"pfl-ext {command}",
                 "usage": f"pfl-ext {command}{operands} [options]",
                 "allow_abbrev": False,
-                "formatter_class": _Formatter,
+                "formatter_class": HelpFormatter,
                 **more,
             }
         )

@@ -98,7 +98,8 @@ def _without(sections: Mapping[str, Mapping[str, Any]], known: Any) -> dict[str,
 
 def listed() -> str:
     """All methods of the package with what they are, for the help of a command."""
-    return "methods:\n" + "\n".join(f"  {name:12} {title(method)}" for name, method in METHODS.items())
+    wide = max(map(len, METHODS)) + 2  # two spaces at least, by which help knows a list's columns
+    return "methods:\n" + "\n".join(f"  {name:{wide}}{title(method)}" for name, method in METHODS.items())
 
 
 @dataclass(frozen=True)

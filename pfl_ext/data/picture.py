@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -65,8 +66,9 @@ def draw_partition(
                 sizes.stairs(top, edges, baseline=bottom.tolist(), fill=True, color=colour, label=part)
             bottom += height
     sizes.set_ylabel("samples")
-    # Above the bars: any place inside would hide some client's.
-    sizes.legend(frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
+    # Beside what is drawn, where it hides nobody's samples and is not taken for one more client's.
+    beside = {"loc": "center left", "bbox_to_anchor": (1.005, 0.5), "frameon": False, "fontsize": "small"}
+    sizes.legend(**beside)
     sizes.spines[["top", "right"]].set_visible(False)
 
     if clients <= 50 and classes <= 30:
@@ -81,8 +83,6 @@ def draw_partition(
             )
             for count in some
         ]
-        # Beside the circles, among which it would be one more client's.
-        beside = {"loc": "center left", "bbox_to_anchor": (1.005, 0.5), "frameon": False, "fontsize": "small"}
         composition.legend(handles=key, title="samples", title_fontsize="small", labelspacing=1.0, **beside)
         composition.set_axisbelow(True)
         composition.grid(color="#e8e8e8", linewidth=0.6)
@@ -102,7 +102,8 @@ def draw_partition(
         composition.set_ylabel("class")
         composition.yaxis.set_major_locator(MaxNLocator(integer=True))
 
-    sizes.set_title(title, fontsize="medium", loc="left")
+    wide = int(13 * figure.get_figwidth())  # letters of a line
+    figure.suptitle(textwrap.fill(title, wide).replace("$", r"\$"), fontsize="medium", x=0.01, ha="left")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -188,7 +188,7 @@ class _Kept:
     """What the runs in a block share."""
 
     idle: dict[int, list[Processes]] = field(default_factory=dict)
-    """By how many there are."""
+    """Processes that no run uses now, by their number."""
     started_in: float = 0.0
     """Seconds that it took to start all of them."""
     saved: float = 0.0

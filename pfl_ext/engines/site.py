@@ -212,7 +212,7 @@ class Site:
         self.averages.clear()
 
     def fetch(self, number: int) -> Tensor:
-        """A vector that is here."""
+        """A vector that this process has, by its number."""
         return opened(self._vectors[number])
 
     def take_data(self, data: Dataset) -> None:
@@ -227,7 +227,7 @@ class Site:
             return [outputs_of(model, self.fetch(number), self._data, rows) for number in numbers]
 
     def release(self, vectors: Sequence[RemoteTensor]) -> None:
-        """Nobody needs them any more."""
+        """Forget vectors that no other rank will ask for again."""
         for vector in vectors:
             own = self._vectors.pop(vector.number, None) if vector.rank == self.rank else None
             _remove(own, self.exchange.forget(vector.rank, vector.number))
@@ -239,7 +239,7 @@ class Site:
         return self.store.tensors()
 
     def save(self, stem: Path) -> Path:
-        """Write it into a file."""
+        """Write what this rank's clients keep into a shard of a checkpoint."""
         return write_shard(stem, self._ranks.rank, self._ranks.size, self.store.tensors())
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

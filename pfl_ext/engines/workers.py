@@ -70,7 +70,7 @@ class _PortablePlan:
     """A plan on its way to a worker."""
 
     plan: Plan
-    """Without data."""
+    """The plan without its data and test sets, which travel beside it."""
     dataset: _PortableDataset
     tests: dict[str, list[tuple[_PortableDataset | None, Tensor]]]
     """None stands for the run's own dataset."""
@@ -137,7 +137,7 @@ class _Slots:
 
 
 class _Worker:
-    """What a worker process has."""
+    """All that a worker process needs for its turns: the runtime, and where uploads go."""
 
     def __init__(self, plan: Plan, store: ClientStore, server: Mapping[str, MappedTensor], folder: Path) -> None:
         self._files = plan.method.buffer is not None or plan.settings.store == "mapped"

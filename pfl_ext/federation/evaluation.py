@@ -44,11 +44,11 @@ class ClientResult:
 
     client: int
     samples: dict[str, int]
-    """How many it has of each split."""
+    """How many samples it has for training, validation and testing."""
     new: bool | None
     """Whether it is one of those that join late; None where there are none."""
     metrics: dict[tuple[str, str], dict[str, float]]
-    """By model and split."""
+    """The metrics of each model on each split: ``metrics["personal", "test"]["accuracy"]``."""
     report: dict[str, float]
     """What its method reported of it, the newest of each number."""
 

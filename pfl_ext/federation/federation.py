@@ -168,7 +168,9 @@ class Federation:
                 begin = time.perf_counter()
                 self._at_work = "some clients' own training"
                 # In groups, saved only between them: what is saved never holds a client that is done and not counted.
-                while self._state.personalized < self.partition.clients:
+                clients, done = self.partition.clients, self._state.personalized
+                self.engine.turns.expect("finish", self.round, clients, done)
+                while self._state.personalized < clients:
                     self._personalize_some()
                     self._pause(stop)
                 dropped = {"dropped": self._state.dropped_last} if self._state.dropped_last else {}

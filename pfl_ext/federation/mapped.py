@@ -98,9 +98,9 @@ class RemoteTensor:
     """Where a tensor is that stays in another process of the run. The engine brings it, or computes there."""
 
     rank: int
-    """That of the process."""
+    """The rank of the process that has it."""
     number: int
-    """The process's own for it."""
+    """The number by which that process knows it."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -114,7 +114,7 @@ class RemoteTensor:
         return self.numel() * self.dtype.itemsize
 
     def open(self) -> Tensor:
-        """Refused: the numbers are not here."""
+        """Raise a TypeError: its numbers are in another process, and the engine brings them."""
         raise TypeError(f"vector {self.number} is at rank {self.rank}; the engine fetches it")
 
 

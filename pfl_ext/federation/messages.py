@@ -53,11 +53,11 @@ class Work(NamedTuple):
     trained: int
     """Samples trained on before the upload: a sample counts as often as it was taken."""
     personal: int
-    """Samples trained on beside it."""
+    """Samples that its personal model was trained on, beside or after the upload."""
     up: int
     """Bytes sent; 0: the server does not wait for this client."""
     down: int
-    """Bytes received."""
+    """Bytes received from the server for the turn."""
     begin: float = 0.0
     """When the server sent, in an asynchronous run; elsewhere it follows from the rounds before."""
 
@@ -111,7 +111,7 @@ class Reply:
     report: dict[str, float] = field(default_factory=dict)
     """Numbers that the method reports of the turn."""
     metrics: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
-    """By model and split."""
+    """Of an evaluation: the metrics of each model on each split."""
     work: Work = _NO_WORK
     received: dict[str, int] = field(default_factory=dict)
     """How many numbers the client received, by the names of the vectors."""

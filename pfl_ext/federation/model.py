@@ -278,7 +278,7 @@ class WorkingModel:
         return state.split_with_sizes(self._sizes)
 
     def _copy_into(self, places: list[int], values: tuple[Tensor, ...]) -> None:
-        """Set some of the tensors."""
+        """Copy values into the model's tensors at these places."""
         tensors = self._tensors()
         for i, part in zip(places, values, strict=True):
             part = part.view(self.shapes[i])

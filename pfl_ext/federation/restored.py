@@ -58,7 +58,7 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def check_plain(state: Mapping[str, Any], clients: int) -> None:
-    """How far the run is."""
+    """Refuse a checkpoint whose counts of rounds and clients cannot be those of a run."""
     round = _count("round", state.get("round"))
     done = _count("personalized", state.get("personalized"), clients)
     recorded = _count("recorded", state.get("recorded"))

@@ -22,6 +22,12 @@ class Turns:
         self.stage: Stage | None = None
         self.asked = self.done = 0
         self._round = -1
+        self._expected: tuple[Stage, int, int, int] | None = None
+        self._coming = 0  # of those expected, how many were not asked for yet
+
+    def expect(self, stage: Stage, round: int, count: int, done: int = 0) -> None:
+        """Note that ``count`` turns of a stage will be asked for in parts, of which ``done`` are over already."""
+        self._expected = stage, round, count, done
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Note what is asked for: more of the same stage and round, or something new."""
@@ -29,9 +35,14 @@ class Turns:
             return
         stage, round = requests[0].stage, requests[0].round
         if (stage, round) != (self.stage, self._round) or self.done >= self.asked:
-            self.asked = self.done = 0
+            self.asked = self.done = self._coming = 0
+            if self._expected is not None and self._expected[:2] == (stage, round):
+                self.asked, self.done = self._expected[2:]
+                self._coming, self._expected = self.asked - self.done, None
         self.stage, self._round = stage, round
-        self.asked += len(requests)
+        known = min(self._coming, len(requests))
+        self._coming -= known
+        self.asked += len(requests) - known
 
     def end(self, count: int = 1) -> None:
         """Note that ``count`` more turns are over. Called by one thread at a time."""

@@ -69,7 +69,7 @@ class _Runtime(ClientRuntime):
     """A client's runtime, which sees nothing of the server but what it was sent."""
 
     shared: Tensor | None = None
-    """The global model."""
+    """The global model as the server sent it; None where the method has none."""
 
     def models(self, client: Client, received: Any) -> Models:
         """A client's models by name, the global one first."""
@@ -118,7 +118,7 @@ class _Node:
         return found, PARTITIONERS["iid"](found, 1, generator=generator, **{**options, "server": 0.0})
 
     def answer(self, content: RecordDict) -> RecordDict:
-        """What comes of a message."""
+        """Carry out a message of the server, and return the content of the reply."""
         plain = read_question(content)
         if plain.get("what") == "hello":
             return answer_of(self._introduction())

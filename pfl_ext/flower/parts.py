@@ -56,7 +56,7 @@ class Given:
     settings: Settings | None = None
     data: Whole | None = None
     task: Task | None = None
-    """None: what the targets are for."""
+    """None: the one that the targets of the data are of."""
     auxiliary: Auxiliary | None = None
 
     def parts(self, config: Mapping[str, Any]) -> Parts:

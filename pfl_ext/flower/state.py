@@ -72,7 +72,7 @@ class ContextStore(ClientStore):
         return dict(self._kept)
 
     def replace(self, kept: Mapping[str, Tensor]) -> None:
-        """Have these and no others."""
+        """Let the node keep these vectors and no others, once their shapes were checked."""
         for name, vector in kept.items():
             if name not in self.initial or vector.shape != self.initial[name].shape:
                 raise ValueError(f"{name} {list(vector.shape)} is not what a client of this run keeps")

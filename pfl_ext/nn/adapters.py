@@ -102,7 +102,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
     @staticmethod
     def of(norm: nn.BatchNorm2d) -> FrozenBatchNorm2d:
-        """One with the tensors of ``norm``."""
+        """A frozen layer that shares the tensors of ``norm``."""
         made = FrozenBatchNorm2d(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
         made.weight, made.bias = norm.weight, norm.bias
         made.running_mean, made.running_var = norm.running_mean, norm.running_var

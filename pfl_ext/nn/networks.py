@@ -90,7 +90,7 @@ class ScaledInput:
     size: int = 0
     """Height and width; 0: as they are."""
     channels: int = 0
-    """How many, of one; 0: as they are."""
+    """How many channels images of one channel get, all alike; 0: as they are."""
 
     def shape(self, shape: Any) -> Any:
         """The shape of an image inside."""

@@ -40,7 +40,7 @@ _MOST_LAYERS = 2**20
 
 
 def backup_bytes(params: Sequence[Tensor]) -> int:
-    """The size of their backup."""
+    """Bytes that a backup of these parameters takes, each aligned."""
     return sum(-(-x.numel() * x.element_size() // _BACKUP_ALIGNMENT) * _BACKUP_ALIGNMENT for x in params)
 
 

@@ -400,7 +400,7 @@ def _groups(x: Any, what: str, scope: str) -> tuple[list[list[Tensor]], int, boo
 
 
 def _rows(tensors: list[Tensor], clients: int) -> Tensor:
-    """One matrix [clients, d] of them."""
+    """The tensors side by side as one matrix [clients, d]."""
     rows = [tensor.reshape(clients, -1) for tensor in tensors]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 

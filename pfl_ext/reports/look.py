@@ -52,12 +52,12 @@ class Look:
     """How the tables of a run or a comparison look."""
 
     metric: str | None = None
-    """None: the task's."""
+    """The metric of tables and pictures; None: that of the task."""
     statistic: str = STATISTIC.default
     columns: tuple[str, ...] | None = None
     """None: those that answer which method is best, in the files all."""
     style: Style = "markdown"
-    """Of the printed table."""
+    """The style of the printed table."""
 
     def __post_init__(self) -> None:
         """Refuse columns that no table has, before anything runs."""

@@ -183,9 +183,12 @@ def _draw_curve(axes: Axes, curve: _Curve, band: bool, style: Mapping[str, Any])
 
 
 def _draw_after(axes: Axes, after: _Curve, curve: _Curve, last: int, bars: bool, style: Mapping[str, Any]) -> Any:
-    """A mark of what came out after the last round, tied to the last round's where there is one."""
+    """A mark of what came out after the last round, tied to the last round's where there is one.
+
+    A model that is as it was has none: of several marks of a method nobody could say which is which.
+    """
     values = [value for some in after.values() for value in some]
-    if not values:
+    if not values or (last in curve and np.allclose(np.mean(curve[last]), np.mean(values))):
         return None
     x, mean = last + _beyond(last), float(np.mean(values))
     if last in curve:

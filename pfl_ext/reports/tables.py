@@ -22,6 +22,8 @@ __all__ = [
     "Style",
     "best_cells",
     "comparison",
+    "deviation",
+    "in_parts",
     "main_columns",
     "on_terminal",
     "per_user",
@@ -42,6 +44,14 @@ class Spread(NamedTuple):
 
     mean: float
     std: float
+
+
+def deviation(values: Sequence[float] | np.ndarray) -> float:
+    """The standard deviation of a sample: 0 of numbers that rounding alone tells apart, NaN of a single one."""
+    if len(values) < 2:
+        return math.nan
+    std = float(np.std(values, ddof=1))
+    return 0.0 if std <= 1e-12 * float(np.max(np.abs(values))) else std
 
 
 # ---- any rows --------------------------------------------------------------------------------------------------------
@@ -190,6 +200,31 @@ def _width(rows: Sequence[Mapping[str, object]], columns: Sequence[str], digits:
     best = [dict.fromkeys(columns, False) for _ in rows]
     best[:1] = [dict.fromkeys(columns[-3:], True)]
     return len(table(rows, columns, digits=digits, best=best).partition("\n")[0])
+
+
+def in_parts(rows: Sequence[Mapping[str, object]], digits: int = 2) -> str:
+    """A Markdown table that is not wider than 100 characters: else several, below each other, of some columns each.
+
+    Each begins with the first column. A column whose name begins with that of the one before it and a comma, such as
+    the paper's number beside ours, stays with it.
+
+    Args:
+        rows: as of `table`.
+        digits: decimals of a float.
+    """
+    first, *columns = dict.fromkeys(column for row in rows for column in row)
+    together: list[list[str]] = []
+    for column in columns:
+        if together and column.startswith(f"{together[-1][0]}, "):
+            together[-1].append(column)
+        else:
+            together.append([column])
+    parts: list[list[str]] = [[first]]
+    for group in together:
+        if len(parts[-1]) > 1 and _width(rows, [*parts[-1], *group], digits) > WIDTH:
+            parts.append([first])
+        parts[-1] += group
+    return "\n".join(table(rows, part, digits=digits) for part in parts)
 
 
 def on_terminal(text: str, stream: TextIO) -> str:
@@ -510,4 +545,4 @@ def _over_seeds(values: Sequence[Any]) -> Any:
         return present[0]  # the same number of rounds or parameters needs no spread, and infinity has none
     if any(isinstance(value, str) for value in present):
         return ", ".join(dict.fromkeys(present))
-    return Spread(float(np.mean(present)), float(np.std(present, ddof=1)) if len(present) > 1 else math.nan)
+    return Spread(float(np.mean(present)), deviation(present))

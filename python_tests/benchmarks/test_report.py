@@ -34,7 +34,7 @@ the same threads (above 100%: the data stay in the cache). Memory: peak beyond t
 
 **`weighted_average(clients, weights)`: clients as lists of tensors**
 
-| shapes | C | dtype | threads | pfl_ext | bandwidth | PFLlib | _foreach_add_ | memory |
+| shapes | C | dtype | threads | pfl_ext | bandwidth | PFLlib | \\_foreach_add\\_ | memory |
 | --- | --: | --- | --: | --: | --: | --: | --: | --: |
 | lenet | 8 | float32 | 2 | 0.1 [0.09, 0.125] | 80% | 2.90x | 2.00x | 0.2 / 1.5 |
 | resnet18 | 20 | bfloat16 | 1 | 123 [120, 130] | 97% | - | 12x | 21 / 43 |
@@ -47,7 +47,7 @@ the same threads (above 100%: the data stay in the cache). Memory: peak beyond t
 
 Naive peers: PFLlib (per parameter, weighted clones added to a zeroed copy of a model).
 
-Skilled users: _foreach_add_; w @ M.
+Skilled users: \\_foreach_add\\_; w @ M.
 
 Measured on 2026-01-02: CPU, 2 cores, avx2 kernels, pfl_ext 0.1.0 at commit abc1234, torch 2.14.1, NumPy 2.4.6, \
 Python 3.11.7. Reproduce: `pfl-ext bench averaging`.

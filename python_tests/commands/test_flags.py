@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
 
+from pfl_ext.cli import _COMMANDS, main
 from pfl_ext.commands import parsing
 from pfl_ext.commands.flags import flag, known_flags, with_flags
 from pfl_ext.commands.parser import Parser
@@ -70,3 +72,20 @@ def test_help_has_a_group_for_each_class_of_settings(monkeypatch: pytest.MonkeyP
     text = parser.format_help()
     places = [text.index(part) for part in ("When things happen:", "--rounds", "Where it runs:", "--device")]
     assert places == sorted(places) and "All of it" not in text
+
+
+@pytest.mark.parametrize("columns", [200, 84])
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in _COMMANDS), ["run", "ditto"], ["flower", "new", "x", "fedem"]]
+)
+def test_help_fits_the_terminal_and_100_columns(
+    command: list[str], columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for asked in ("--help", "--help-all"):
+        with contextlib.suppress(SystemExit):
+            main([*command, asked])
+        lines = capsys.readouterr().out.splitlines()
+        widest = 100 if columns > 100 or not command else columns
+        # A name with a list of values is not broken.
+        assert [line for line in lines if len(line) > widest and " " in line.strip()] == []

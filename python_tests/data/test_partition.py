@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pfl_ext.data import PARTITIONERS, Dataset, Partition
+from pfl_ext.data.picture import draw_partition
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +204,20 @@ def test_a_picture_is_written(tmp_path, clients, classes):
     assert path.read_bytes()[:4] == b"\x89PNG"
     pixels = pytest.importorskip("matplotlib.image").imread(path)
     assert len({tuple(pixel) for row in pixels[::7, ::7, :3] for pixel in row.round(2).tolist()}) > 3
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(3, 2), (10, 10), (120, 40)])
+def test_nothing_in_a_picture_overlaps_or_is_cut_off(monkeypatch, tmp_path, clients, classes):
+    figures = pytest.importorskip("matplotlib.figure")
+    saved, save = [], figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, path: (saved.append(figure), save(figure, path)))
+    title = "speeches: dirichlet, alpha = 0.1, minimum = 10, balance = True, the last seed's, one of 3 partitions"
+    counts = torch.arange(clients * classes).reshape(clients, classes)
+    parts = {name: counts.sum(1).tolist() for name in ("train", "validation", "test")}
+    draw_partition(title, parts, counts, [f"class {c}" for c in range(classes)], tmp_path / "x.png")
+    (figure,) = saved
+    legends = [found.get_window_extent() for axes in figure.axes if (found := axes.get_legend()) is not None]
+    boxes = [figure._suptitle.get_window_extent(), *legends, *(axes.get_window_extent() for axes in figure.axes)]
+    assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
+    assert all(figure.bbox.containsx(x) for box in boxes for x in (box.x0, box.x1))
+    assert all(figure.bbox.containsy(y) for box in boxes for y in (box.y0, box.y1))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pfl_ext.algorithms import FedAvg
+from pfl_ext.algorithms import FedAvg, FedAvgFT
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.engines import InProcess
 from pfl_ext.federation import Federation, Interrupted, Reply, Request, Settings
@@ -66,6 +66,26 @@ def test_every_turn_of_a_run_is_counted_when_it_is_over() -> None:
     _federation(FedAvg(), engine).run()
     one = [(stage, k, CLIENTS) for stage in ("train", "evaluate") for k in range(1, CLIENTS + 1)]
     assert engine.seen == one + one
+
+
+def test_turns_that_are_asked_for_in_parts_are_counted_as_one_whole() -> None:
+    turns = Turns()
+    turns.expect("finish", 2, 5, done=1)
+    assert turns.asked == 0  # of an engine that counts none nothing is shown
+    seen = []
+    for group in ([1, 2], [3, 4]):
+        turns.begin([Request(k, 2, "finish") for k in group])
+        for _ in group:
+            turns.end()
+            seen.append((turns.done, turns.asked))
+    assert seen == [(2, 5), (3, 5), (4, 5), (5, 5)]
+
+
+def test_clients_after_the_last_round_are_counted_over_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pfl_ext.federation.federation._GROUP", 3)
+    engine = _Watched()
+    _federation(FedAvgFT(), engine).run()
+    assert [seen[1:] for seen in engine.seen if seen[0] == "finish"] == [(k, CLIENTS) for k in range(1, CLIENTS + 1)]
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -23,6 +23,7 @@ from pfl_ext.reports import (
     tails,
     transpose,
 )
+from pfl_ext.reports.tables import deviation, in_parts
 
 NASTY = "a|b\\c `d` *e* _f_ [g](h) <i> ~j~ $k$ &amp; #l %m {n} ^o"
 text = st.text(st.sampled_from(list("ab01 |\\`*_[]()<>~$&#%{}^\"',;\n\t±é-")), max_size=12)
@@ -380,3 +381,24 @@ def test_per_user_shows_fedavg_by_its_global_model_and_any_other_column(make_run
     assert per_user(runs, "lambda")[1]["user 1"] == 0.5  # not in per cent
     with pytest.raises(ValueError, match=r"no column 'temperature'; it has client, global/test/accuracy, lambda"):
         per_user(runs, "temperature")
+
+
+def test_the_deviation_is_of_a_sample_and_none_where_rounding_alone_tells_numbers_apart():
+    assert deviation([1.0, 3.0]) == pytest.approx(2**0.5)
+    third = 100 * 34 / 35
+    assert np.std([third, third, np.nextafter(third, 0)], ddof=1) > 0
+    assert deviation([third, third, np.nextafter(third, 0)]) == 0
+    assert deviation([0.0, 0.0]) == 0
+    assert math.isnan(deviation([5.0])) and math.isnan(deviation([5.0, math.nan]))
+
+
+def test_a_table_that_is_too_wide_is_several_which_keep_the_first_column_and_pairs():
+    columns = [name for k in range(6) for name in (f"DS-1 method {k}", f"DS-1 method {k}, paper")]
+    rows = [{"": f"User {user}", **{name: 90.0 + place for place, name in enumerate(columns)}} for user in range(3)]
+    parts = [part.splitlines() for part in in_parts(rows).split("\n\n")]
+    assert len(parts) > 1 and max(len(line) for part in parts for line in part) <= 100
+    headings = [[cell.strip() for cell in part[0].split("|")[1:-1]] for part in parts]
+    assert all(names[0] == "" and len(names) % 2 == 1 for names in headings)
+    assert [name for names in headings for name in names[1:]] == columns
+    assert all(part[2].startswith("| User 0 ") and len(part) == 5 for part in parts)
+    assert in_parts(rows[:1]) and in_parts([{"": "a", "b": 1.0}]) == table([{"": "a", "b": 1.0}])

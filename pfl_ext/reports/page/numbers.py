@@ -10,6 +10,7 @@ import numpy as np
 
 from pfl_ext.metrics import digits_of, scale_of, sign_of, word_of
 
+from ..tables import deviation
 from .found import Cut, Found, Run, several
 from .settings import differing, flat
 
@@ -137,7 +138,7 @@ def _over_seeds(rounds: Mapping[int, Sequence[Any]]) -> dict[str, list[Any]]:
         values = np.array([v for v in rounds[number] if isinstance(v, int | float)], dtype=np.float64)
         values = values[np.isfinite(values)]
         found["mean"].append(_short(float(values.mean())) if len(values) else None)
-        found["std"].append(_short(float(values.std(ddof=1))) if len(values) > 1 else None)
+        found["std"].append(_short(deviation(values)) if len(values) > 1 else None)
         found["seeds"].append(len(values))
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pfl_ext.metrics import digits_of, scale_of, sign_of, summarize, word_of
 
-from ..tables import Spread, comparison
+from ..tables import Spread, comparison, deviation
 from .found import Cut, Found, Run, several, table_of
 from .settings import differing, flat
 
@@ -122,7 +122,7 @@ def _over(values: Sequence[float | None]) -> Any:
         return None
     if len(values) == 1:
         return known[0]
-    spread = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+    spread = deviation(known)
     return Spread(float(np.mean(known)), spread) if spread else float(np.mean(known))
 
 
