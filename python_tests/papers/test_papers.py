@@ -113,10 +113,17 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         of = Configuration.read(path)
         made = tiny(Comparison(of.sections, of.methods, (0,)))
         look = Look(metric=of.metric, statistic=of.statistic or "mean")
-        text = as_toml({name: value for name, value in made.config(look, of.sweep).items() if value is not None})
+        sweep = {name: values[:2] for name, values in of.sweep.items()}
+        text = as_toml({name: value for name, value in made.config(look, sweep).items() if value is not None})
         (folder / path.parent.name).mkdir(exist_ok=True)
         (folder / path.parent.name / path.name).write_text(text, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all papers' tables are made, a folder each."""
+    return tmp_path_factory.mktemp("made")
 
 
 @pytest.fixture
@@ -127,18 +134,22 @@ def tiny_configs(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("item", ITEMS, ids=_id)
 @pytest.mark.filterwarnings("ignore:the backbone is frozen with random weights")
 def test_every_table_and_figure_is_made_by_one_command(
-    item: Item, data: Path, tiny_configs: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    item: Item, data: Path, tiny_configs: None, made: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    out = tmp_path / "out"
+    out, small = made / item.paper, dataclasses.replace(item, small=True)
     words = ["paper", item.paper, item.name, "--small", "--output", str(out)]
-    assert main([*words, "--data-root", str(data), "--quiet", "--no-plots"]) == 0, capsys.readouterr().err
-    assert not (out / f"{item.name}.png").exists()
+    folders = [out / name for name in small.files()]
+    if not all(folder.exists() for folder in folders) or not folders:
+        for folder in folders:  # what another table has run is not run again
+            folder.mkdir(parents=True, exist_ok=True)
+        asked = [*words, "--data-root", str(data), "--quiet", "--no-plots", "--resume"]
+        assert main(asked) == 0, capsys.readouterr().err
+        assert not (out / f"{item.name}.png").exists()
     capsys.readouterr()
     assert main([*words, "--no-run"]) == 0, capsys.readouterr().err  # the picture, from the runs that are there
     printed = capsys.readouterr().out
     assert f"{item.paper}, {item.name}: {item.title}" in printed
-    small = dataclasses.replace(item, small=True)
     header, _, *rows = (out / f"{item.name}.md").read_text(encoding="utf-8").splitlines()
     if item.kind != "landscape":
         assert [row.split("|")[1].strip() for row in rows] == [small.shown(row) for row in small.rows]
@@ -148,8 +159,14 @@ def test_every_table_and_figure_is_made_by_one_command(
     runs = {name: Runs(path, out / name, small.asked()) for name, path in small.files().items()}
     there = [cell for cell in _run_cells(small) if runs[cell["file"]].of(cell["method"], cell["point"])]
     assert there or item.name in ("table6", "table7")
+    there = [cell for cell in there if cell.get("user", "mean") not in map(str, range(4, 10))]  # of four clients
     for cell in there if item.kind != "landscape" else []:
-        # What may be missing: times to accuracies and rounds that are not reached, points that the tiny grid lacks.
+        # What may be missing: times to accuracies and rounds that are not reached, points that the tiny grid lacks,
+        # test sets from elsewhere, which the scaled-down files leave out, personal models without a personal layer.
+        if cell.get("split", "") in ("CIFAR-10.1", "CIFAR-10-C"):
+            continue
+        if cell["point"].get("personal_layers") == 0 and cell["model"] == "personal":
+            continue
         if cell.get("value") not in ("speedup", "rounds", "grid", "reported"):
             assert runs[cell["file"]].value(cell) is not None, cell
     if item.kind == "grid":
