@@ -59,6 +59,7 @@ def tiny(comparison: Comparison, folder: Path | None = None) -> Comparison:
         few = sections["network"].get("name") == "resnet18"  # whose convolutions take long
         sections["data"] |= {"train_samples": 120 if few or domains else 320}
         sections["data"] |= {} if domains else {"test_samples": 60}
+        sections["data"] |= {"auxiliary_samples": 10} if "auxiliary" in sections["data"] else {}
     if sections["network"].get("name", "").startswith("resnet"):  # one of 78,000 parameters for one of millions
         sections["network"] |= {"name": "wide-resnet", "depth": 10, "width": 1}
         sections["network"].pop("stem", None)
