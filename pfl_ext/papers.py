@@ -4,23 +4,37 @@ A file of ``printed/`` is a paper. A table or figure of it has ``columns`` and `
 column and its row say together:
 
 ==============  ========================================================================================================
-file            the configuration file, of ``configs/PAPER``, whose runs it is of
+file            the configuration file, of ``configs/PAPER``, whose runs it is of; or a name in ``runs``
 point           of a sweep, the values of its options there, such as ``{alpha = 0.1}``
 small           other values of them in the scaled-down file
 method          the method or variant of that file
-value           ``result`` (default), ``user``, ``trained`` or ``communicated`` (parameters, in millions), ``rounds``,
+value           ``result`` (default), ``user``, ``trained`` or ``communicated`` (parameters, in millions), ``rounds``;
                 ``speedup``: of the virtual time to the accuracy ``target`` by the ``protocol`` (default: wait-free; an
-                asynchronous run has its own) against compute-and-wait of the method ``against`` (default: itself)
+                asynchronous run has its own) against compute-and-wait of the method ``against`` (default: itself);
+                ``seconds``: the virtual time of the whole run by the ``protocol``;
+                ``reported``: the ``column`` of the clients' results, its mean and spread over them;
+                ``server`` or ``training``: the number ``of`` that the server, or the clients in the mean, reported;
+                ``parameters``: how many the ``part`` of a ``network`` for ``classes`` has, in millions, without a run
 model           ``personal``, ``global``, or ``own``: personal, else global; ``generic``: global, else personal
 split           ``test``, ``global_test``, or an extra test set
 statistic       over the clients: a key of :func:`pfl_ext.metrics.summarize`
-group           ``models`` (default), or ``new_clients``: of clients that joined late
-round           ``last`` (default), or ``best``: the round whose value is highest, as a paper reports it
+group           ``models`` (default); ``new_clients``: of clients that joined late; ``participants``: of the round's
+round           ``last`` (default); ``best``: the round whose value is highest, as a paper reports it; ``mean`` of all
 spread          over ``seeds`` (default), or ``clients``
 user, column    whose, or ``mean`` or ``std`` of the users; of which column of their results (default: the accuracy)
 ==============  ========================================================================================================
 
 ``printed`` of a row has the paper's numbers in the order of the columns; an empty text is one that cannot be read.
+
+Where a file is run more than once, or with other weights to begin with, ``runs`` names its runs: the ``file``, and
+``pretrained``: ``own``, what the file says; weights by name; or ``RUN/METHOD``, the global model that a method of
+another one ended with. What the user names by ``--network-pretrained`` takes the place of weights by name alone.
+
+``kind`` is the picture: ``table`` (default), ours beside the paper's; ``option``, a line for each row over the columns;
+``grid``, the same for every user of PersFL's grid, whose rows and columns are made of ``users``, ``temperatures`` and
+``lambdas``; ``scatter``, every other column over those that are ``across``; ``density`` and ``curves`` of the runs;
+``landscape`` around their models; ``timeline`` of their first rounds. ``panel`` of a row says in which part of the
+picture it is.
 """
 
 from __future__ import annotations
@@ -32,21 +46,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from .comparison import Comparison, Point, points, variant
 from .configuration import Configuration
 from .experiment import Experiment
 from .metrics import scale_of
+from .nn.adapters import adapter_parameters, head_of
+from .nn.networks import build
 from .options import nearest
 from .reports import ResultsFolder, Spread, folder_name, per_user, rounds_to_converge
 from .reports.virtual_time import Timed
 from .toml import read_toml
 
-__all__ = ["Item", "Runs", "item_of", "papers"]
+__all__ = ["Item", "Runs", "items_of", "papers", "parameters"]
 
 _HERE = Path(__file__).parent
 _MODELS = {"own": ("personal", "global"), "generic": ("global", "personal")}
-_KINDS = ("table", "option", "density", "curves", "users")
+_OF_ITEM = ("title", "columns", "rows", "kind", "runs", "users", "temperatures", "lambdas")  # and of no cell
 
 
 def _configs() -> Path:
@@ -78,25 +95,35 @@ class Item:
     @property
     def columns(self) -> Sequence[Mapping[str, Any]]:
         """The columns of the table, as the file describes them."""
+        if self.kind == "grid":
+            return [{"name": f"\u03bb = {x:g}", "lambda": x} for x in self.content["lambdas"]]
         found: Sequence[Mapping[str, Any]] = self.content.get("columns", ())
         return found
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]:
         """The rows of the table, as the file describes them."""
+        if self.kind == "grid":
+            return [
+                {"name": f"User {k}, T = {x:g}", "panel": f"User {k}", "user": str(k), "temperature": x}
+                for k in range(self.content["users"])
+                for x in self.content["temperatures"]
+            ]
         found: Sequence[Mapping[str, Any]] = self.content.get("rows", ())
         return found
 
     def cell(self, row: Mapping[str, Any], column: Mapping[str, Any]) -> dict[str, Any]:
         """Everything that decides what stands in a cell."""
-        common = {
-            name: value for name, value in self.content.items() if name not in ("title", "columns", "rows", "kind")
-        }
+        common = {name: value for name, value in self.content.items() if name not in _OF_ITEM}
         point: dict[str, Any] = {}
         for of in (common, column, row):
             point |= of.get("point", {})
             point |= of.get("small", {}) if self.small else {}
         return {**common, **column, **row, "point": point}
+
+    def cells(self) -> list[dict[str, Any]]:
+        """All of them, row by row."""
+        return [self.cell(row, column) for row in self.rows for column in self.columns]
 
     def shown(self, of: Mapping[str, Any]) -> str:
         """The name of a row or column; with the values of the scaled-down file where they are others."""
@@ -106,18 +133,22 @@ class Item:
     def asked(self) -> dict[str, list[Any]]:
         """The values of options that its cells are at."""
         found: dict[str, list[Any]] = {}
-        for row in self.rows:
-            for column in self.columns:
-                for name, value in self.cell(row, column)["point"].items():
-                    if value not in found.setdefault(name, []):
-                        found[name].append(value)
+        for cell in self.cells():
+            for name, value in cell["point"].items():
+                if value not in found.setdefault(name, []):
+                    found[name].append(value)
         return found
 
     def files(self) -> dict[str, Path]:
-        """The configuration files that it needs, by their names in it."""
-        named = dict.fromkeys(str(self.cell(row, column)["file"]) for row in self.rows for column in self.columns)
-        suffix = "-small" if self.small else ""
-        return {name: _configs() / self.paper / f"{name}{suffix}.toml" for name in named}
+        """The configuration files that it needs, by their names in it, in the order in which they are to be run."""
+        runs = self.content.get("runs", {})
+        named = dict.fromkeys([*runs, *(str(cell["file"]) for cell in self.cells() if "file" in cell)])
+        folder, suffix = _configs() / self.paper, "-small" if self.small else ""
+        return {name: folder / f"{runs.get(name, {}).get('file', name)}{suffix}.toml" for name in named}
+
+    def begins(self, name: str) -> str:
+        """What the networks of these runs begin with, where that is said; see ``pretrained`` above."""
+        return str(self.content.get("runs", {}).get(name, {}).get("pretrained", ""))
 
 
 def papers() -> dict[str, dict[str, Item]]:
@@ -128,8 +159,8 @@ def papers() -> dict[str, dict[str, Item]]:
     return found
 
 
-def item_of(paper: str, name: str, small: bool = False) -> Item:
-    """One of them, at the paper's size or scaled down.
+def items_of(paper: str, name: str, small: bool = False) -> tuple[Item, ...]:
+    """A table or figure, at the paper's size or scaled down; of one that has parts (table4a, table4b) all of them.
 
     Raises:
         ValueError: there is none; the nearest names are suggested.
@@ -137,10 +168,35 @@ def item_of(paper: str, name: str, small: bool = False) -> Item:
     every = papers()
     if paper not in every:
         raise ValueError(f"unknown paper {paper!r}{nearest(paper, every)}; known are {', '.join(every)}")
-    if name not in every[paper]:
-        close = nearest(name, every[paper])
-        raise ValueError(f"{paper} has no {name!r} here{close}; it has {', '.join(every[paper])}")
-    return replace(every[paper][name], small=small)
+    known = every[paper]
+    names = [name] if name in known else [part for part in known if part[:-1] == name and part[-1].isalpha()]
+    if not names:
+        raise ValueError(f"{paper} has no {name!r} here{nearest(name, known)}; it has {', '.join(known)}")
+    return tuple(replace(known[part], small=small) for part in names)
+
+
+def parameters(network: str, classes: int, part: str) -> int:
+    """How many parameters a part of a network has, as PerAda's Tables 6 and 7 count them.
+
+    Args:
+        network: a ResNet by its name.
+        classes: how many it tells apart.
+        part: ``full``; ``input``: all convolutions called conv1, which are the tables' numbers; ``features``: all but
+            the head; ``norm``: normalisation, but for that on the shortcuts; ``output``: the head; ``adapter``: what
+            PerAda trains, of the network with adapters.
+    """
+    made = build(network, (3, 224, 224), classes, torch.Generator().manual_seed(0), adapters=part == "adapter")
+    sizes = {name: p.numel() for name, p in made.named_parameters()}
+    trained, head = set(adapter_parameters(made)), {name for name in sizes if name.startswith(f"{head_of(made)}.")}
+    chosen = {
+        "full": sizes.keys(),
+        "input": {name for name in sizes if name.split(".")[-2] == "conv1"},
+        "features": sizes.keys() - head,
+        "norm": trained - head,
+        "output": head,
+        "adapter": trained,
+    }
+    return sum(sizes[name] for name in chosen[part])
 
 
 class Runs:
@@ -193,17 +249,28 @@ class Runs:
         folders = self.of(cell["method"], cell["point"])
         if not folders:
             return None
-        if cell.get("value") == "speedup":
-            return self._speedup(cell, folders)
-        if cell.get("value") == "user":
-            return _of_users(folders, str(cell["user"]), cell.get("column", f"personal/test/{self.metric}"))
-        found = [pair for folder in folders if (pair := _one(folder, cell, self.metric)) is not None]
-        if not found:
+        match cell.get("value"):
+            case "speedup":
+                return self._speedup(cell, folders)
+            case "seconds":
+                return _spread([Timed(folder.path, {}).times(cell["protocol"])[-1] for folder in folders])
+            case "user":
+                return _of_users(folders, str(cell["user"]), cell.get("column", f"personal/test/{self.metric}"))
+            case "reported":
+                both = [_of_users(folders, which, cell["column"]) for which in ("mean", "std")]
+                return None if both[0] is None or both[1] is None else Spread(both[0], both[1])
+            case "grid":
+                # With lambda = 0 there is no temperature: that point is run once, as T = 1.
+                t, lam = cell["temperature"] if cell["lambda"] else 1.0, cell["lambda"]
+                found = _of_users(folders, str(cell["user"]), f"test_{self.metric}, T = {t:g}, lambda = {lam:g}")
+                return None if found is None else scale_of(self.metric) * found
+        pairs = [pair for folder in folders if (pair := _one(folder, cell, self.metric)) is not None]
+        if not pairs:
             return None
-        mean = float(np.mean([value for value, _ in found]))
+        mean = float(np.mean([value for value, _ in pairs]))
         if cell.get("spread") == "clients":
-            return Spread(mean, float(np.mean([over_clients for _, over_clients in found])))
-        return _spread([value for value, _ in found])
+            return Spread(mean, float(np.mean([over_clients for _, over_clients in pairs])))
+        return _spread([value for value, _ in pairs])
 
     def _speedup(self, cell: Mapping[str, Any], folders: Sequence[ResultsFolder]) -> Spread | float | None:
         """How much sooner the target is reached; None where a seed does not reach it."""
@@ -264,6 +331,8 @@ def _seed(path: Path) -> int:
 
 
 def _of_users(folders: Sequence[ResultsFolder], user: str, column: str) -> float | None:
+    if not column.startswith("personal/") and not any(column in row for folder in folders for row in folder.clients()):
+        return None  # no point of the scaled-down grid, no privacy
     (row,) = per_user({"": list(folders)}, column)
     found = row.get(user if user in ("mean", "std") else f"user {user}")
     return float(found) if isinstance(found, float) else None
@@ -283,10 +352,19 @@ def _one(folder: ResultsFolder, cell: Mapping[str, Any], metric: str) -> tuple[f
         model = "global" if any("global" in r.get("models", {}) for r in history) else "personal"
         reached = rounds_to_converge([r for r in history if "stage" not in r], model)
         return None if reached is None else (float(reached), math.nan)
-    found = _results(history, cell, cell.get("metric", metric))
+    if kind in ("server", "training"):
+        found = [(float(r[kind][cell["of"]]), math.nan) for r in history if cell["of"] in r.get(kind, {})]
+    else:
+        found = _results(history, cell, cell.get("metric", metric))
     if not found:
         return None
-    return found[-1] if cell.get("round", "last") == "last" else max(found)
+    match cell.get("round", "last"):
+        case "best":
+            return max(found)
+        case "mean":
+            return float(np.mean([value for value, _ in found])), math.nan
+        case _:
+            return found[-1]
 
 
 def _results(history: Sequence[Mapping[str, Any]], cell: Mapping[str, Any], metric: str) -> list[tuple[float, float]]:

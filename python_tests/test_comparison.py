@@ -187,6 +187,17 @@ def test_a_partition_seed_gives_every_seed_the_same_users_and_other_weights(tmp_
     assert "different people" in (tmp_path / "redrawn" / "users.md").read_text(encoding="utf-8")
 
 
+def test_a_picture_of_one_of_several_partitions_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    notes = []
+    draw = Partition.draw
+    monkeypatch.setattr(Partition, "draw", lambda self, *given: notes.append(given[-1]) or draw(self, *given))
+    common = ["compare", "fedavg", "--rounds", "1", "--clients", "3", "--seeds", "0,1", "--quiet"]
+    assert main([*common, "--output", str(tmp_path / "redrawn")]) == 0
+    assert main([*common, "--partition-seed", "5", "--output", str(tmp_path / "fixed")]) == 0
+    assert notes == ["the last seed's, one of 2 partitions", ""]
+
+
 def test_a_sweep_writes_the_users_of_each_point(tmp_path: Path) -> None:
     arguments = [
         "sweep",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pfl_ext.federation import stream
 from pfl_ext.options import nearest
@@ -16,7 +17,7 @@ from .parser import Parser, UsageError
 from .saved import experiment_of
 from .trust import add_trust
 
-__all__ = ["Request", "execute", "flags", "parse"]
+__all__ = ["Request", "drawn", "execute", "flags", "parse"]
 
 _SPLITS = ("train", "validation", "test", "global_test")
 
@@ -98,6 +99,13 @@ def parse(arguments: Sequence[str]) -> Request:
 
 def execute(request: Request) -> int:
     """Draw them, and print how steep they are."""
+    print(table(drawn(request), digits=3))
+    print(f"drawn into {request.output}")
+    return 0
+
+
+def drawn(request: Request, *, draw: bool = True) -> list[dict[str, Any]]:
+    """Draw them; returns how steep they are, a row for each model."""
     surfaces, rows = {}, []
     for folder in request.folders:
         run = folder.resolve().name
@@ -106,10 +114,9 @@ def execute(request: Request) -> int:
             within = [share * request.radius for share in (0.2, 0.5, 1)]
             rises = {f"rise within {radius:g}": surface.rise(radius) for radius in within}
             rows.append({"run": run, "model": name, "loss": surface.centre, **rises})
-    draw_landscapes(surfaces, request.output)
-    print(table(rows, digits=3))
-    print(f"drawn into {request.output}")
-    return 0
+    if draw:
+        draw_landscapes(surfaces, request.output)
+    return rows
 
 
 def _surfaces(folder: Path, request: Request) -> dict[str, Surface]:

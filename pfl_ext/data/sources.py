@@ -22,6 +22,9 @@ from .leaf import read_leaf
 from .mnist import FILES, read_mnist
 from .pfllib import read_pfllib
 from .shifts import CIFAR10_1, LABELS, read_cifar10_1, read_cifar10_c
+from .stl10 import FILES as STL10_FILES
+from .stl10 import FOLDER as STL10_FOLDER
+from .stl10 import UNLABELLED_FILES, read_stl10, read_stl10_unlabelled
 from .text import read_speeches, read_text
 
 __all__ = ["SOURCES", "TEST_SOURCES", "load", "load_test"]
@@ -32,6 +35,8 @@ SOURCES = {
     "fashion-mnist": "70,000 pieces of clothing of 28 x 28 pixels, 10 classes",
     "cifar10": "60,000 photographs of 32 x 32 pixels, 10 classes",
     "cifar100": "60,000 photographs of 32 x 32 pixels, 100 classes",
+    "stl10": "13,000 photographs of 96 x 96 pixels, 10 classes",
+    "stl10-unlabelled": "105,000 photographs of 96 x 96 pixels without labels, for auxiliary",
     "chexpert": "223,414 X-rays with five labels, scaled to 64 x 64 pixels, uncertain labels positive; chexpert@224 "
     "scales them to 224, chexpert:PATH and chexpert:PATH@224 name the folder",
     "folder:PATH": "images in PATH/<class>, PATH/train/<class>, PATH/<domain>/<class>, or TinyImageNet; folder:PATH@64 "
@@ -52,6 +57,8 @@ TEST_SOURCES = {
 """What :func:`load_test` knows beside :data:`SOURCES`."""
 
 READERS: dict[str, Callable[[Path], Dataset]] = {"leaf": read_leaf, "npz": read_npz, "pfllib": read_pfllib}
+STL10 = {"stl10": (STL10_FILES, read_stl10), "stl10-unlabelled": (UNLABELLED_FILES, read_stl10_unlabelled)}
+"""The files of each, and their reader."""
 MNIST_FOLDERS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # torchvision's
 
 
@@ -82,7 +89,9 @@ def load(name: str, root: Path | str | None = None, download: bool = False) -> D
     if name in MNIST_FOLDERS:
         return _found(name, root, download, _mnist, _download_mnist)
     if name in CIFAR:
-        return _found(name, root, download, _cifar, _download_cifar)
+        return _found(name, root, download, _cifar, _download_archive)
+    if name in STL10:
+        return _found(name, root, download, _stl10, _download_archive)
     raise ValueError(f"there is no dataset {name!r}; known are {', '.join(SOURCES)}")
 
 
@@ -223,15 +232,22 @@ def _cifar(name: str, root: Path) -> Dataset | str:
     )
 
 
+def _stl10(name: str, root: Path) -> Dataset | str:
+    files, read = STL10[name]
+    if all((root / STL10_FOLDER / file).is_file() for file in files):
+        return read(root / STL10_FOLDER)
+    return f"{STL10_FOLDER}/ with {', '.join(files)} (the official binary version)"
+
+
 def _download_mnist(name: str, root: Path) -> None:
     datasets = _torchvision()
     getattr(datasets, MNIST_FOLDERS[name])(root, download=True)
 
 
-def _download_cifar(name: str, root: Path) -> None:
+def _download_archive(name: str, root: Path) -> None:
     datasets = _torchvision()
-    source = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]
-    # Not through the class: that would unpickle the files; its reader does not limit what they may name.
+    # Not through the class: of CIFAR that would unpickle the files, and its reader does not limit what they may name.
+    source = getattr(datasets, {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}.get(name, "STL10"))
     datasets.utils.download_and_extract_archive(source.url, root, filename=source.filename, md5=source.tgz_md5)
 
 

@@ -316,6 +316,26 @@ class Client:
             return float("nan")
         return float(self.task.loss(*self.outputs(indices)))
 
+    def gradient(self, indices: Tensor, batch_size: int) -> Tensor:
+        """The gradient of the mean loss on these samples in the trained parameters, in a row, in evaluation mode.
+
+        Args:
+            indices: of the samples.
+            batch_size: how many are computed at once.
+        """
+        if self.privacy is not None:
+            raise ValueError("the gradient over all samples has no differentially private form: Steps.train has one")
+        module, params = self.model.module, self.model.trained
+        training = module.training
+        module.eval()
+        total = [torch.zeros_like(p) for p in params]
+        for rows in indices.split(batch_size):
+            inputs, targets = self._dataset.batch(rows)
+            loss = self.task.loss(self.model(inputs), targets) * (len(rows) / len(indices))
+            torch._foreach_add_(total, torch.autograd.grad(loss, params, materialize_grads=True))
+        module.train(training)
+        return torch.cat([g.reshape(-1) for g in total])
+
 
 @torch.no_grad()
 def current_outputs(

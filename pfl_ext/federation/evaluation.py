@@ -99,8 +99,16 @@ class Evaluator:
         costs = [sum(sizes[split] for split in splits) for sizes in self.sizes]
         return list(self.engine.run([Request(k, t, "evaluate") for k in clients], costs))
 
-    def __call__(self, t: int, reports: Reports) -> tuple[dict[str, Models], list[ClientResult]]:
-        """What a record says of the models after round t, and every client's results with what it reported."""
+    def __call__(
+        self, t: int, reports: Reports, participants: Sequence[int] = ()
+    ) -> tuple[dict[str, Models], list[ClientResult]]:
+        """What a record says of the models after round t, and every client's results with what it reported.
+
+        Args:
+            t: the round.
+            reports: what clients reported.
+            participants: those that took part in it.
+        """
         clients, replies = range(len(self.sizes)), self._replies(t)
         for reply in replies:
             diverged(self.settings, reply)  # where such clients are dropped, what they have no results of is missing
@@ -118,6 +126,8 @@ class Evaluator:
                 metrics = self._of_global_model(t, test)
                 if metrics:
                     shared[test] = metrics
+        if self.settings.evaluate_participants and any(replies[k].metrics for k in participants):
+            found["participants"] = self._summaries([replies[k] for k in participants])
         if late:
             found["new_clients"] = self._summaries(replies[self._old :])
         return found, results

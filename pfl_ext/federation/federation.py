@@ -219,7 +219,8 @@ class Federation:
         """A record with the evaluation and the times."""
         record["seconds_training"] = time.perf_counter() - begin
         if evaluate:
-            found, self.client_results = self._evaluate(self.round, self._state.reports)
+            took_part = record.get("clients", ())
+            found, self.client_results = self._evaluate(self.round, self._state.reports, took_part)
             record |= found
         record["seconds"] = time.perf_counter() - begin
         self._state.recorded = record["round"]

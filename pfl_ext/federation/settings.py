@@ -89,6 +89,11 @@ class Evaluation(Options):
         "evaluate personal models on the global test set too (one pass over it for each client)",
         identity=False,
     )
+    evaluate_participants: bool = option(
+        False,
+        "report the means over the clients that took part in the round too (PerAda's Figure 6)",
+        identity=False,
+    )
     prediction_distance: bool = option(
         False,
         "report how far personal models' predictions are from the global one's (PerAda's Theorem 2)",

@@ -21,6 +21,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import torch
@@ -53,10 +54,19 @@ def _after_two_stages(side: int, network: str) -> int:
     return side
 
 
-def mlp(input_shape: Sequence[int], classes: int, *, hidden: Annotated[int, "hidden units"] = 100) -> nn.Sequential:
-    """One hidden layer with ReLU, for inputs of any shape."""
-    linear = (nn.Linear(math.prod(input_shape), hidden), nn.ReLU(), nn.Linear(hidden, classes))
-    return FusedSequential(nn.Flatten(), *linear)
+def mlp(
+    input_shape: Sequence[int],
+    classes: int,
+    *,
+    hidden: Annotated[int, "hidden units"] = 100,
+    hidden_layers: Annotated[int, "hidden layers"] = 1,
+) -> nn.Sequential:
+    """Hidden layers with ReLU, one by default, for inputs of any shape."""
+    if hidden_layers < 1:
+        raise ValueError(f"hidden_layers is {hidden_layers}; accepted is 1 or more")
+    sizes = [math.prod(input_shape), *[hidden] * hidden_layers]
+    linear = [layer for inputs, outputs in pairwise(sizes) for layer in (nn.Linear(inputs, outputs), nn.ReLU())]
+    return FusedSequential(nn.Flatten(), *linear, nn.Linear(hidden, classes))
 
 
 def _two_stages(shape: Sequence[int], network: str, first: int, second: int) -> tuple[list[nn.Module], int]:

@@ -5,6 +5,7 @@ from .landscape import Surface, draw_landscapes, filter_direction, loss_surface
 from .loading import load_results
 from .loggers import LOGGERS, Logger, LoggerFactory, check_loggers, loggers_of, scalars
 from .look import COLUMNS, METRIC, STATISTIC, Look
+from .panels import lines, scatter
 from .plots import accuracy_curves, client_density, client_distribution, option_curves, timeline
 from .progress import Progress, shown_values, value_words
 from .recorded import recorded
@@ -40,6 +41,7 @@ __all__ = [
     "draw_landscapes",
     "filter_direction",
     "folder_name",
+    "lines",
     "load_results",
     "lock",
     "loggers_of",
@@ -53,6 +55,7 @@ __all__ = [
     "recorded",
     "rounds_to_converge",
     "scalars",
+    "scatter",
     "shown_values",
     "table",
     "tails",

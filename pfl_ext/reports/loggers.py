@@ -46,7 +46,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         if row["model"] is None:
             name = f"{row['group']}/{row['metric']}"
         else:
-            group = f"{row['data']} {row['metric']}" + (" of new clients" if row["group"] == "new_clients" else "")
+            whose = {"new_clients": " of new clients", "participants": " of the round's clients"}
+            group = f"{row['data']} {row['metric']}{whose.get(row['group'], '')}"
             if row["statistic"] in (None, "mean"):
                 name = f"{group}/{row['model']}"
             else:

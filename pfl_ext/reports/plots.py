@@ -61,7 +61,13 @@ def _style(place: int) -> dict[str, Any]:
 
 
 def accuracy_curves(
-    runs: Runs, path: str | os.PathLike[str], metric: str = "accuracy", statistic: str = "mean", split: str = "test"
+    runs: Runs,
+    path: str | os.PathLike[str],
+    metric: str = "accuracy",
+    statistic: str = "mean",
+    split: str = "test",
+    group: str = "models",
+    models: Sequence[str] | None = None,
 ) -> None:
     """Draw the local-test metric over the rounds: a colour and a mark for each method.
 
@@ -75,7 +81,9 @@ def accuracy_curves(
         path: The file to write; its ending (.png, .svg, .pdf) is the format. Written whole or not at all.
         metric: Any of the records; shares such as the accuracy are drawn in per cent.
         statistic: Over the clients: a key of `summarize`.
-        split: ``"test"`` or ``"validation"``.
+        split: ``"test"``, ``"validation"`` or ``"global_test"``.
+        group: over which clients: all, or the ``"participants"`` of each round.
+        models: which ones; None: all that were evaluated.
 
     Raises:
         ImportError: without matplotlib.
@@ -85,13 +93,13 @@ def accuracy_curves(
     found = {
         (name, model): curves
         for name, seeds in histories.items()
-        for model in models_of(seeds)
-        if any(curves := _curves(seeds, model, split, metric, statistic))
+        for model in models_of(seeds, group)
+        if (models is None or model in models) and any(curves := _curves(seeds, model, split, metric, statistic, group))
     }
     if not found:
         raise ValueError(f"there is no {split} {metric} to draw: no round of {', '.join(runs) or 'no run'} has one")
-    models = sorted({model for _, model in found}, key=lambda model: (model != "personal", model))
-    groups = [models] if len(runs) <= _TOGETHER else [[model] for model in models]
+    drawn = sorted({model for _, model in found}, key=lambda model: (model != "personal", model))
+    groups = [drawn] if len(runs) <= _TOGETHER else [[model] for model in drawn]
     last = max((max(rounds) for rounds, _ in found.values() if rounds), default=1)
     most = max(map(len, histories.values()))
     note = f"; mean of {most} seeds, band: one standard deviation" if most > 1 else ""
@@ -103,9 +111,9 @@ def accuracy_curves(
     labels: dict[tuple[int, str], Any] = {}
     ringed = False
     lowest, highest = _range([value for both in found.values() for curve in both for value in curve.values()])
-    for axes, group in zip(panels, groups, strict=True):
-        several = len(group) > 1
-        shown = {key: both for key, both in found.items() if key[1] in group}
+    for axes, together in zip(panels, groups, strict=True):
+        several = len(together) > 1
+        shown = {key: both for key, both in found.items() if key[1] in together}
         widths = _widths([both[0] for both in shown.values()], _SAME * (highest - lowest))
         for ((name, model), (curve, after)), width in zip(shown.items(), widths, strict=True):
             place, seeds = list(runs).index(name), histories[name]
@@ -116,13 +124,13 @@ def accuracy_curves(
             )
             mark = _draw_after(axes, after, curve, last, len(seeds) > 1, style)
             labels.setdefault((place, model if several else ""), line or mark)
-            best = best_rounds(seeds[0], metric, statistic)[model]["best_by_validation"]
-            one = len(seeds) == 1 and len(runs) <= _MARKED
-            if one and best is not None and best["round"] in curve and len(curve) > 1:
+            one = len(seeds) == 1 and len(runs) <= _MARKED and group == "models" and split != "global_test"
+            best = best_rounds(seeds[0], metric, statistic)[model]["best_by_validation"] if one else None
+            if best is not None and best["round"] in curve and len(curve) > 1:
                 axes.plot(best["round"], curve[best["round"]][0], color=style["color"], zorder=4, **_RING)
                 ringed = True
         if len(groups) > 1:
-            axes.set_title(f"{group[0]} model", fontsize=10, loc="left")
+            axes.set_title(f"{together[0]} model", fontsize=10, loc="left")
         _rounds_axis(axes, last, any(after for _, after in shown.values()))
     names = list(runs)
     named = {names[place] + (f", {model}" if model else ""): labels[place, model] for place, model in _in_order(labels)}
@@ -130,6 +138,10 @@ def accuracy_curves(
         named["best by validation"] = _import("lines").Line2D([], [], color="#404040", **_RING)
     _legend(figure, named)
     whose = f"{statistic.replace('_', ' ')} over the clients' {split} sets"
+    if split == "global_test":
+        whose = "on the global test"
+    if group == "participants":
+        whose += ", those of the round"
     panels[0].set_ylabel(f"{word_of(metric)}: {whose}{_unit(metric)}")
     _save(figure, path)
 
@@ -144,12 +156,13 @@ _Curve = Mapping[int, Sequence[float]]
 
 
 def _curves(
-    seeds: Sequence[Sequence[Mapping[str, Any]]], model: str, split: str, metric: str, statistic: str
+    seeds: Sequence[Sequence[Mapping[str, Any]]], model: str, split: str, metric: str, statistic: str, group: str
 ) -> tuple[_Curve, _Curve]:
     """The values in the rounds, and those after what clients do on their own at the end."""
     rounds = [[record for record in history if "stage" not in record] for history in seeds]
     after = [[record for record in history if "stage" in record] for history in seeds]
-    return _curve(rounds, model, split, metric, statistic), _curve(after, model, split, metric, statistic)
+    both = [_curve(records, model, split, metric, statistic, group) for records in (rounds, after)]
+    return both[0], both[1]
 
 
 def _curve(
@@ -163,7 +176,9 @@ def _curve(
     """The values of each evaluated round, one a seed; ``group`` is where a record has them."""
     curve: dict[int, list[float]] = {}
     for record in (record for history in seeds for record in history):
-        value = record.get(group, {}).get(model, {}).get(split, {}).get(metric, {}).get(statistic)
+        value = record.get(group, {}).get(model, {}).get(split, {}).get(metric)
+        if isinstance(value, Mapping):  # else one model on one set of samples
+            value = value.get(statistic)
         if value is not None:
             curve.setdefault(record["round"], []).append(scale_of(metric) * value)
     return curve

@@ -472,8 +472,9 @@ def tidy(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     - ``round``: its number. What clients do on their own after the last round is no further round: it has the number
       of the last one and the ``stage`` "personalized". All else has the stage "round".
     - ``group``: what kind of number it is. ``models``: of an evaluation; ``new_clients``: of an evaluation of those
-      that joined late; ``training``, ``communication``, ``clock`` (virtual seconds by protocol), ``server``; ``round``
-      for the rest, such as ``seconds`` and ``clients``, how many took part.
+      that joined late; ``participants``: of those that took part in the round; ``training``, ``communication``,
+      ``clock`` (virtual seconds by protocol), ``server``; ``round`` for the rest, such as ``seconds`` and ``clients``,
+      how many took part.
     - ``model``, ``data``: which model on whose data, such as "personal" on "test" or "global" on "global_test"; None
       where the number is of no model.
     - ``metric``: such as "accuracy", "up_bytes" or "seconds".
@@ -496,7 +497,7 @@ _Names = tuple[str, str | None, str | None, str, str | None]
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[_Names, Any]]:
     """The numbers of a record's part, each with its group, model, data, metric and statistic."""
-    if key in ("models", "new_clients"):
+    if key in ("models", "new_clients", "participants"):
         for model, splits in value.items():
             for data, metrics in splits.items():
                 for metric, found in metrics.items():

@@ -457,9 +457,9 @@ def folders_of(run: ResultsFolder | Sequence[ResultsFolder]) -> Sequence[Results
     return [run] if isinstance(run, ResultsFolder) else run
 
 
-def models_of(histories: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The names of all models that were evaluated, the personal one first."""
-    models = {model for history in histories for record in history for model in record.get("models", {})}
+def models_of(histories: Sequence[Sequence[Mapping[str, Any]]], group: str = "models") -> list[str]:
+    """The names of all models that were evaluated, the personal one first; ``group`` is where a record has them."""
+    models = {model for history in histories for record in history for model in record.get(group, {})}
     return sorted(models, key=lambda model: (model != "personal", model))
 
 

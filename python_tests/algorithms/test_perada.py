@@ -89,6 +89,35 @@ def test_the_personal_adapter_is_held_near_w_and_the_local_one_starts_there(turn
     assert not torch.equal(theta, w)
 
 
+def test_what_the_theorems_speak_of_is_measured_and_nothing_is_trained_otherwise(turn: Turn) -> None:
+    lam = 0.7
+    plain, measured = (PerAda(lr=LR, batch_size=4, lam=lam, kd_steps=0, theory=theory) for theory in (False, True))
+    found = {}
+    for method in (plain, measured):
+        runtime, client = turn(method)
+        w = runtime.server["model"] + 0.1
+        v = w + 0.25
+        client["personal"] = v
+        sent = method.train(client, {"model": w})
+        personalize(runtime, client, {"model": w}, sent)
+        found[method] = sent, client["personal"], client.report
+    assert torch.equal(found[plain][0]["model"], found[measured][0]["model"])
+    assert torch.equal(found[plain][1], found[measured][1])
+    (sent, _, report), all_samples = found[measured], next(client.batches(client.samples))
+    torch.testing.assert_close(sent["gradient"], gradient(client, w, all_samples), rtol=0, atol=1e-13)
+    of_personal = gradient(client, v, all_samples) + lam * (v - w)
+    assert report["personal_gradient_norm_squared"] == pytest.approx(float(of_personal.square().sum()), rel=1e-12)
+    client.model.load(sent["model"])
+    logits, targets = client.outputs(client.train)
+    right = torch.softmax(logits, -1)[torch.arange(len(targets)), targets]
+    assert report["local_error"] == pytest.approx(float((1 - right).mean()), rel=1e-12)
+    other = -0.5 * sent["gradient"] + 1
+    uploads = Uploads([0, 1], [30, 10], [sent, {**sent, "gradient": other}])
+    measured.aggregate(runtime.server, uploads)  # alike, whatever the clients' sizes are
+    expected = float(((sent["gradient"] + other) / 2).square().sum())
+    assert runtime.server.report["gradient_norm_squared"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_only_what_is_trained_is_kept_and_sent(turn: Turn, network: nn.Module) -> None:
     runtime, client = turn(PerAda(lr=LR, kd_steps=0))
     trained = sum(p.numel() for p in network.parameters() if p.requires_grad)

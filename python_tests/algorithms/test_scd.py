@@ -60,6 +60,24 @@ def test_both_models_take_the_steps_of_equations_4_and_5(turn: Turn, form: str) 
     torch.testing.assert_close(client["personal"], personal, rtol=0, atol=1e-11)
 
 
+def test_beta_draws_the_personal_model_to_the_generic_one_by_a_distance_that_is_not_squared(turn: Turn) -> None:
+    beta = 0.3
+    runtime, client = turn(SCD(lr=LR, momentum=0.0, batch_size=4, lam_g=0.0, lam_p=0.2, beta=beta))
+    w = runtime.server["model"]
+    personal = w + 0.1 * torch.randn(len(w), generator=torch.Generator().manual_seed(0), dtype=w.dtype)
+    client["personal"] = personal
+    sent = runtime.method.train(client, {"model": w})
+    for batch in client.batches(4):
+        apart = personal - sent["model"]
+        step = _step(client, personal, sent["model"], 0.2, 1.0, "normalized", batch)
+        personal = step - LR * beta * apart / apart.norm()  # a gradient of length beta, however far apart
+    personalize(runtime, client, {"model": w}, sent)
+    torch.testing.assert_close(client["personal"], personal, rtol=0, atol=1e-11)
+    client["personal"] = w  # where both are the same there is no direction, and no NaN
+    personalize(runtime, client, {"model": w}, {"model": w})
+    assert bool(client["personal"].isfinite().all())
+
+
 @pytest.mark.usefixtures("by_autograd")
 def test_without_both_terms_it_is_fedavg_and_standalone(turn: Turn) -> None:
     options = {"lr": LR, "momentum": 0.5, "batch_size": 4}

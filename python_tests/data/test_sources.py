@@ -238,6 +238,51 @@ def test_a_cut_off_binary_file_is_refused(tmp_path):
         load("cifar10", tmp_path)
 
 
+# ---- STL-10 ---------------------------------------------------------------------------------------------------------
+
+
+def write_stl10(root: Path) -> dict[str, np.ndarray]:
+    """Images as they are seen, [n, 3, 96, 96]; the files have every channel column by column, and labels from 1."""
+    folder = root / "stl10_binary"
+    folder.mkdir(parents=True)
+    images = {part: pixels(n, 3, 96, 96, seed=n) for part, n in (("train", 12), ("test", 4), ("unlabeled", 7))}
+    for part, seen in images.items():
+        (folder / f"{part}_X.bin").write_bytes(seen.transpose(0, 1, 3, 2).tobytes())
+        if part != "unlabeled":
+            (folder / f"{part}_y.bin").write_bytes((np.arange(len(seen), dtype=np.uint8) % 10 + 1).tobytes())
+    return images
+
+
+def test_stl10_has_its_columns_as_rows_and_classes_from_nought(tmp_path):
+    images = write_stl10(tmp_path)
+    dataset = load("stl10", tmp_path)
+    assert np.array_equal(dataset.inputs.numpy(), np.concatenate([images["train"], images["test"]]))
+    assert dataset.targets.tolist() == [*range(10), 0, 1, *range(4)] and dataset.classes[1] == "bird"
+    assert dataset.is_test.tolist() == [False] * 12 + [True] * 4
+
+
+def test_the_unlabelled_part_of_stl10_holds_the_training_images_too_and_tells_no_label(tmp_path):
+    images = write_stl10(tmp_path)
+    dataset = load("stl10-unlabelled", tmp_path)
+    assert np.array_equal(dataset.inputs.numpy(), np.concatenate([images["unlabeled"], images["train"]]))
+    assert dataset.targets.unique().tolist() == [0] and not dataset.is_test.any()
+
+
+def test_damaged_files_of_stl10_are_refused(tmp_path):
+    write_stl10(tmp_path)
+    folder = tmp_path / "stl10_binary"
+    for file, data, message in (
+        ("train_y.bin", b"\x00" * 12, "labels from 1 to 10"),
+        ("train_y.bin", b"\x01" * 11, "12 train images and 11 labels"),
+        ("test_X.bin", b"\x01" * 100, "cut off or damaged"),
+    ):
+        whole = (folder / file).read_bytes()
+        (folder / file).write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            load("stl10", tmp_path)
+        (folder / file).write_bytes(whole)
+
+
 # ---- what is not there ----------------------------------------------------------------------------------------------
 
 
@@ -248,6 +293,8 @@ def test_a_cut_off_binary_file_is_refused(tmp_path):
         ("fashion-mnist", ["FashionMNIST/raw", *IDX]),
         ("cifar10", ["cifar-10-batches-bin", "data_batch_5.bin", "cifar-10-batches-py", "test_batch"]),
         ("cifar100", ["cifar-100-binary", "train.bin", "cifar-100-python"]),
+        ("stl10", ["stl10_binary", "train_X.bin", "test_y.bin"]),
+        ("stl10-unlabelled", ["stl10_binary", "unlabeled_X.bin", "train_X.bin"]),
     ],
 )
 def test_absent_files_are_named_with_what_a_download_does(tmp_path, name, files):
@@ -290,8 +337,8 @@ def test_a_download_goes_through_torchvision_into_the_folder(tmp_path, monkeypat
 
 def test_torchvision_has_what_a_download_uses():
     datasets = pytest.importorskip("torchvision.datasets", exc_type=(ImportError, RuntimeError))
-    for source in (datasets.CIFAR10, datasets.CIFAR100):
-        assert source.url.startswith("https://") and source.filename and source.tgz_md5
+    for source in (datasets.CIFAR10, datasets.CIFAR100, datasets.STL10):
+        assert source.url.startswith("http") and source.filename and source.tgz_md5
     assert callable(datasets.utils.download_and_extract_archive)
     assert datasets.MNIST and datasets.FashionMNIST
 

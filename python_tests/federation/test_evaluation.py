@@ -125,3 +125,22 @@ def test_a_run_of_which_nothing_would_be_evaluated_is_refused(
         Federation(Standalone(), network, dataset, _with_global_test(partition), Settings(evaluate="global"))
     with pytest.raises(ValueError, match="evaluate is 'some'"):
         Settings(evaluate="some")
+
+
+def test_the_clients_of_a_round_have_means_of_their_own(
+    network: nn.Module, dataset: Dataset, partition: Partition
+) -> None:
+    settings = Settings(rounds=3, participation=0.5, evaluate_participants=True, personal_global_test=True)
+    run = Federation(Ditto(batch_size=4), copy.deepcopy(network), dataset, _with_global_test(partition), settings)
+    for record in run.rounds():
+        took_part = [run.client_results[k].metrics for k in record["clients"]]
+        assert 0 < len(took_part) < partition.clients
+        for split in ("test", "global_test"):
+            means = [metrics["personal", split]["accuracy"] for metrics in took_part]
+            assert record["participants"]["personal"][split]["accuracy"]["mean"] == pytest.approx(
+                sum(means) / len(means)
+            )
+    without = Federation(
+        Ditto(batch_size=4), copy.deepcopy(network), dataset, _with_global_test(partition), Settings(rounds=1)
+    )
+    assert "participants" not in without.run()[-1]

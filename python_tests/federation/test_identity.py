@@ -46,6 +46,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "evaluate_clients_every": {"evaluate_clients_every": 2},
     "evaluate_train": {"evaluate_train": True},
     "evaluate_local": {"evaluate_local": True},
+    "evaluate_participants": {"evaluate_participants": True},
     "personal_global_test": {"personal_global_test": True},
     "prediction_distance": {"prediction_distance": True},
     "store": {"store": "mapped"},

@@ -19,6 +19,14 @@ def test_networks_have_the_papers_sizes(name: str, shape: tuple[int, ...], param
     assert network(torch.zeros(2, *shape)).shape == (2, 10)
 
 
+def test_an_mlp_has_as_many_hidden_layers_as_asked_for() -> None:
+    network = nn.build("mlp", (4,), 3, torch.Generator().manual_seed(0), hidden=5, hidden_layers=4)
+    assert [tuple(p.shape) for p in network.parameters() if p.dim() == 2] == [(5, 4), (5, 5), (5, 5), (5, 5), (3, 5)]
+    assert sum(isinstance(layer, torch.nn.ReLU) for layer in network) == 4
+    with pytest.raises(ValueError, match="hidden_layers is 0; accepted is 1 or more"):
+        nn.build("mlp", (4,), 3, torch.Generator(), hidden_layers=0)
+
+
 def test_weights_depend_on_the_generator_alone_and_leave_torchs_random_state() -> None:
     before = torch.get_rng_state()
     first = nn.build("mlp", (4,), 3, torch.Generator().manual_seed(1))

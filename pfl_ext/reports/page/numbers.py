@@ -73,7 +73,7 @@ def _last(run: Run) -> list[tuple[str, float]]:
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Every result of a record by ``model/data/metric/statistic``."""
-    for group, more in (("models", ""), ("new_clients", ", new clients")):
+    for group, more in (("models", ""), ("new_clients", ", new clients"), ("participants", ", participants")):
         for model, splits in record.get(group, {}).items():
             for split, metrics in splits.items():
                 for metric, value in metrics.items():
