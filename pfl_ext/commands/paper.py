@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def execute(request: Request) -> int:
-    """Make the runs that are needed, write each table in all styles and the picture, print the table in parts that fit."""
+    """Make the runs that are needed; write each table in all styles and the picture, print the table in parts."""
     if not request.items:
         for paper, items in papers().items():
             print("\n".join([paper, *(f"  {name:10} {item.title}" for name, item in items.items())]))
