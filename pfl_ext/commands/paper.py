@@ -107,8 +107,9 @@ def _make(item: Item, request: Request) -> None:
     runs = {name: Runs(path, folder / name, item.asked()) for name, path in item.files().items()}
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{item.name}.png" if request.plots else None
+    cells: list[_Cell] = []
     if item.kind == "landscape":
-        rows, cells = _landscape(item, runs, picture), []
+        rows = _landscape(item, runs, picture)
     else:
         rows, cells = _rows(item, runs)
     write_tables(rows, folder, item.name, Look())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,10 @@ from .processes import Processes, leave_if_imported_by_a_worker
 
 __all__ = ["Workers"]
 
-_MESSAGES = 8  # for each worker in a round at least: fewer would say too seldom how far it is
+_MESSAGES = 8  # for each worker at least, in the first round of a stage: nothing is known of its requests
+# Then seconds that a message takes. Both sides and the threads between them work half a millisecond for one, on cores
+# that the workers need; and longer ones would say too seldom how far a round is.
+_SHORTEST, _LONGEST = 0.004, 0.2
 
 
 # ---- what both sides share -------------------------------------------------------------------------------------------
@@ -201,12 +205,19 @@ def _carry_out(requests: Sequence[Request]) -> tuple[list[Reply], float]:
 # ---- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def _messages(costs: Sequence[int], workers: int) -> list[list[int]]:
+def _messages(costs: Sequence[int], workers: int, seconds: float = 0.0) -> list[list[int]]:
     """Which requests are one message each: long ones first, and towards the end ever fewer.
 
-    A message is at most half of what each worker has left to do, so that all of them end within a request or so.
+    A message is at most half of what each worker has left to do, so that all of them end within a request or a short
+    message of each other.
+
+    Args:
+        costs: of the requests.
+        workers: how many there are.
+        seconds: what a cost of 1 takes; 0: not known.
     """
-    most, left = max(1, len(costs) // (_MESSAGES * workers)), sum(costs)
+    most, left = max(1, len(costs) // (workers * (1 if seconds else _MESSAGES))), sum(costs)
+    least, longest = (_SHORTEST / seconds, _LONGEST / seconds) if seconds else (0.0, math.inf)
     messages: list[list[int]] = []
     cost, full = 0, True
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -216,7 +227,8 @@ def _messages(costs: Sequence[int], workers: int) -> list[list[int]]:
         messages[-1].append(i)
         cost += costs[i]
         # Of requests that cost nothing as many as there may be: nothing is known of them.
-        full = len(messages[-1]) == most or (cost > 0 and 2 * workers * (cost + costs[i]) > left)
+        share = max(least, min(longest, left / (2 * workers)))
+        full = len(messages[-1]) == most or (cost > 0 and cost + costs[i] > share)
     return messages
 
 
@@ -238,6 +250,7 @@ class Workers(Here):
         self.workers = workers
         self._processes: Processes | None = None
         self.saved = 0.0
+        self._seconds: dict[str, float] = {}  # that a cost of 1 took, by the stage of the requests
 
     def start(self, plan: Plan) -> None:
         """Write the data where all see it, and start the processes."""
@@ -284,7 +297,9 @@ class Workers(Here):
     def run(self, requests: Sequence[Request], costs: Sequence[int] | None = None) -> Iterator[Reply]:
         """The replies in the order of the requests; longest ones begin first, several short ones are one message."""
         assert self._processes is not None, "publish comes first"
-        messages = _messages([1] * len(requests) if costs is None else costs, self.workers)
+        costs = [1] * len(requests) if costs is None else costs
+        stage = requests[0].stage if requests else ""
+        messages = _messages(costs, self.workers, self._seconds.get(stage, 0.0))
         place = {i: (number, j) for number, message in enumerate(messages) for j, i in enumerate(message)}
         submit, begin = self._processes.submit, time.perf_counter()
         self.turns.begin(requests)
@@ -295,7 +310,10 @@ class Workers(Here):
             for i in range(len(requests)):
                 number, j = place[i]
                 yield found[number].result()[0][j]
-            self.saved += sum(future.result()[1] for future in found) - (time.perf_counter() - begin)
+            worked = sum(future.result()[1] for future in found)
+            self.saved += worked - (time.perf_counter() - begin)
+            if any(costs):
+                self._seconds[stage] = worked / sum(costs)
         except BrokenProcessPool:
             self._lost(f"in the stage {requests[0].stage!r} of round {requests[0].round}")
 

@@ -263,10 +263,13 @@ def test_uploads_taken_one_by_one_do_not_stay(tmp_path: Path) -> None:
     assert len(workers._fetched) == 2
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1e-4, 1e-3, 0.15])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("costs", [[1] * 50, [1] * 7, [], [0] * 50, [100, *[1] * 40], list(range(30))], ids=str)
-def test_every_request_is_in_one_message_and_the_last_ones_are_short(costs: list[int], workers: int) -> None:
-    messages = _messages(costs, workers)
+def test_every_request_is_in_one_message_and_the_last_ones_are_short(
+    costs: list[int], workers: int, seconds: float
+) -> None:
+    messages = _messages(costs, workers, seconds)
     sent = [i for message in messages for i in message]
     assert sorted(sent) == list(range(len(costs)))
     assert [costs[i] for i in sent] == sorted(costs, reverse=True)  # the longest begin first
@@ -275,6 +278,25 @@ def test_every_request_is_in_one_message_and_the_last_ones_are_short(costs: list
         for message in messages:
             ends.sort()
             ends[0] += sum(costs[i] for i in message)
-        assert max(ends) - min(ends) <= max(costs)
-    if costs == [1] * 50 and workers == 2:
+        short = 0.004 / seconds if seconds else 0.0
+        assert max(ends) - min(ends) <= max(short, *costs)
+    if costs == [1] * 50 and workers == 2 and not seconds:
         assert max(map(len, messages)) == 3 and [len(message) for message in messages[-4:]] == [1] * 4
+
+
+def test_messages_are_not_short_where_requests_are_and_not_long_where_requests_are() -> None:
+    half_a_millisecond, hundredth, half_a_second = (_messages([1] * 50, 2, s) for s in (0.0005, 0.01, 0.5))
+    assert len(half_a_millisecond) <= 8 and min(map(len, half_a_millisecond[:-1])) == 8
+    assert 10 <= len(hundredth) <= 20 and [len(message) for message in hundredth[-4:]] == [1] * 4
+    assert len(half_a_second) == 50  # a display of how far the round is moves with each
+
+
+def test_what_requests_take_is_known_from_the_round_before(
+    dataset: Dataset, partition: Partition, network: nn.Module
+) -> None:
+    engine = Workers(2)
+    run = Federation(FedAvg(**QUICK), network, dataset, partition, Settings(rounds=2), engine=engine).rounds()
+    next(run)
+    known = dict(engine._seconds)
+    assert set(known) == {"train", "test", "evaluate"} and min(known.values()) > 0
+    assert len(list(run)) == 1 and engine._seconds.keys() == known.keys() and engine._seconds != known
