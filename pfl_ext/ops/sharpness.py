@@ -385,7 +385,8 @@ def lwsam_perturb_(
     Where the gradient of a norm's scope is zero, or its norm infinite, nothing is changed, to the bit. NaN in a
     gradient makes the parameters of the norm's scope NaN (with p = infinity, which has no norm, that element alone);
     :func:`restore_` brings them back. Sums and ``rho`` times score by norm are float64, the elements are computed in
-    float32 (float64 for float64) and rounded once.
+    float32 (float64 for float64) and rounded once. Where p is not 1, 2 or infinity, an element of less than 1.2e-38
+    (2.2e-308) times the largest may count as zero.
 
     Args:
         params: tensors to move; float32, float64, float16 or bfloat16, also mixed, on one device.

@@ -230,6 +230,9 @@ def perturb(case: dict[str, Any], memory: Memory) -> Call:
             usual = (factor < limits.max / 16) & (factor > limits.tiny * 16) & (step < limits.max**0.9)
             usual |= (step == 0) | ~step.isfinite()
             size = torch.where(usual, w.abs() + step, torch.full_like(step, limits.max))
+            # A share of the largest gradient that has no place in the accumulate type counts as none: the step is lost.
+            lost = (g.abs() < 2 * limits.tiny * largest) & (exponent not in (0.0, 1.0, math.inf))
+            size = torch.where(lost, size + 2 * step / (terms * unit(accumulate)), size)
             if wrong := compare(f"param {t}", x, truth, size, terms, accumulate):
                 return wrong
         torch.set_num_threads(case.get("restore_threads", 1))
