@@ -38,7 +38,7 @@ test flower abi sanitized sanitized-cpu gpu-check soak: export OMP_NUM_THREADS :
 
 # Versions: constraints.txt.
 TEST_TOOLS := pytest pytest-xdist hypothesis numpy
-DEV_TOOLS := $(TEST_TOOLS) rich safetensors opacus peft timm tensorboard uplot-python pyte scikit-learn pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format sphinx furo myst-parser
+DEV_TOOLS := $(TEST_TOOLS) rich safetensors opacus peft timm tensorboard uplot-python pyte scikit-learn pandas ipykernel jupyter_client pybind11 ninja setuptools wheel matplotlib ruff mypy clang-format sphinx furo myst-parser
 
 PYTHON_SOURCES := pfl_ext benchmarks docs examples python_tests setup.py .ci
 NATIVE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
