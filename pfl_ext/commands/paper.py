@@ -143,7 +143,10 @@ def _run(request: Request) -> None:
             continue
         command: Any = sweep if Configuration.read(path).sweep else compare
         plots = () if request.plots else ("--no-plots",)
-        words = ["--config", str(path), "--output", str(request.folder / name), *plots, *request.arguments, *begins]
+        folder = request.folder / name
+        # What was left out before, or not come to, begins now.
+        given = [word for word in request.arguments if word != "--resume" or folder.exists()]
+        words = ["--config", str(path), "--output", str(folder), *plots, *given, *begins]
         asked.append((command, command.parse(words)))
     with kept_processes(lambda note: print(f"note: {note}", file=sys.stderr)):
         for command, given in asked:
