@@ -53,6 +53,9 @@ def _check(
     weight_decay: float,
     first: bool,
 ) -> None:
+    for number, layer in enumerate(layers):
+        if not 0 <= layer < len(LAYERS):
+            raise ValueError(f"layer {number} is {layer}; 0, 1 and 2 are accepted")
     if not layers or LAYERS[layers[-1]] != "linear" or len(params) != 2 * len(layers):
         raise ValueError(
             f"{len(params)} params for the layers {[LAYERS[i] for i in layers]}; a weight and a bias for each are "

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from call import Call, compare, covers, leaf
+from call import NATIVE, Call, compare, covers, leaf
 from guarded_tensors import FLOATS, Memory, draw_tensor
 from torch import Tensor
 from torch.nn import functional as F
@@ -271,7 +271,11 @@ def train_steps(case: dict[str, Any], memory: Memory) -> Call:
             for step, (inputs, classes) in enumerate(zip(x.split(size), targets.split(size), strict=True))
         ]  # fmt: skip
         pairs = zip([got, *params, *buffers], [torch.cat(losses), *written[0], *written[1]], strict=True)
-        same = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
+        if NATIVE:
+            same = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
+        else:  # torch's own products have other last bits for other strides; a step more or less is seen all the same
+            near = 1e-9 if x.dtype == torch.float64 else 1e-3
+            same = all(torch.allclose(a, b, near, near * float(b.nan_to_num().abs().max()), True) for a, b in pairs)
         return None if same else f"steps on batches of {size} are others than in calls of their own"
 
     def check(got: Tensor) -> str | None:

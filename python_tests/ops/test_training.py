@@ -196,6 +196,15 @@ def test_weights_of_convolutions_in_another_order_are_refused():
         train_steps_([p.detach().contiguous() for p in network.parameters()], x, targets, layers, 0.1)
 
 
+@pytest.mark.parametrize("layer", [3, -1, 2**33, -(2**63)])
+@pytest.mark.parametrize("run", [OPS["train_steps_"].overload, OPS["train_steps_"].reference], ids=["op", "reference"])
+def test_a_layer_that_is_none_is_refused(run, layer):
+    network, _, x, targets, *_ = problem("mlp", torch.float32)
+    params = [p.detach() for p in network.parameters()]
+    with pytest.raises((ValueError, RuntimeError), match="0, 1 and 2 are accepted"):
+        run(params, [], [], x, targets, [layer, 2], 4, 0.1, 0.0, 0.0, 0.0, False)
+
+
 def test_the_op_passes_opcheck(device_type):
     network, _, x, targets, anchors, buffers = problem("mlp", torch.float64)
     params = [p.detach() for p in network.parameters()]
