@@ -63,6 +63,9 @@ class Goal:
 
 
 _ROUND = "52\u202f410 training samples of mnist"
+_SMALL_CLIENTS = "60 samples of fashion-mnist a client, 50 a round"
+_SMALL_ROUND = "a round of FedAvg, 50 of 1,000 small clients"
+_DITTO = "480 samples of cifar10 a client, 10 a round"
 _AVERAGE = "average 20 ResNet-18"
 _ADAPTERS = "average 20 sets of 84 adapters"
 _CACHED = "its sums stay in the cache, so both read the clients once; at the full read bandwidth ours would reach"
@@ -133,6 +136,11 @@ GOALS = (
     Goal(_STEP, "proximal", "step", "resnet18", "_foreach_lerp_", 1.5,
          reason="it moves six model sizes, ours four: 1.5x is the most there can be", first=True),
     Goal("a round of FedAvg, 20 clients, MNIST", "federation", "round", _ROUND, "PFLlib", 3, 20, first=True),
+    Goal("a round of FedAvg, 20 clients, MNIST", "federation", "round", _ROUND, "fluke", 4, 20),
+    Goal(f"{_SMALL_ROUND}, 1 core", "federation", "small clients", _SMALL_CLIENTS, "pfl", 2, 1000, threads=1),
+    Goal(f"{_SMALL_ROUND}, 2 cores", "federation", "small clients", _SMALL_CLIENTS, "pfl", 2, 1000),
+    Goal("a round of Ditto, 10 of 100 clients, CIFAR-10", "federation", "ditto", _DITTO, "fluke", 4, 100,
+         "two workers gain 1.7x on two cores"),
     *_SMALL,
 )  # fmt: skip
 """All goals that were set, in the order of the families."""
