@@ -295,8 +295,7 @@ class Steps:
             length = {"steps": steps}
         if self._expected is None and self._scheduled:
             self._expected = client.steps_of(method.batch_size, **length)
-        if not client.model.module.training:  # walking over the modules takes as long as a step of a small network
-            client.model.module.train()
+        client.model.module.train()  # all of it: what a turn before has set for a part must not last
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
         if self._row is not None and loss is None and not self._scheduled:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pfl_ext import _native
 from pfl_ext.algorithms import SCAFFOLD, Ditto, FedAvg, FedProx, FedSAM
 from pfl_ext.data import Dataset, Partition
-from pfl_ext.federation import Federation, Method, Settings, steps
+from pfl_ext.federation import Client, Federation, Method, Settings, steps
 from pfl_ext.tasks import Classification, Task
 
 needs_library = pytest.mark.skipif(_native.isa() is None, reason="needs the CPU library")
@@ -141,3 +141,26 @@ def test_the_switch_is_part_of_a_runs_identity(network: nn.Module, dataset: Data
         for fused in (True, False)
     ]
     assert runs[0].identity != runs[1].identity
+
+
+class _Part(FedAvg):
+    """FedAvg that leaves a part of the network in evaluation mode."""
+
+    name = "part"
+    seen: ClassVar[list[bool]] = []
+
+    def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As FedAvg, and then the change."""
+        sent = super().train(client, received)
+        part = next(client.model.module.children())
+        self.seen.append(part.training)
+        part.eval()
+        return sent
+
+
+def test_a_turn_begins_with_the_whole_network_in_training_mode(
+    network: nn.Module, dataset: Dataset, partition: Partition
+) -> None:
+    settings = Settings(rounds=1)
+    Federation(_Part(lr=0.1, batch_size=4), network, dataset, partition, settings).run()
+    assert _Part.seen == [True] * partition.clients
