@@ -28,9 +28,10 @@ class LayerWise(Options):
               \qquad \frac1p + \frac1q = 1
 
     Readings: the printed exponent p - 1 is an option (:func:`pfl_ext.ops.lwsam_perturb_` says why 1/p is the default).
-    The scores :math:`\xi_l` add up to 1, as the paper states, so L equal ones are SAM of the radius :math:`\rho / L`.
-    With ``radius="mean"`` their mean is 1 and equal ones are SAM of the radius :math:`\rho`; with ``radius="full"``
-    they are scaled so that :math:`\|\epsilon\|_p = \rho` whatever they are, the constraint under (4).
+    The mean of the scores :math:`\xi_l` is 1, so equal ones are SAM of the radius :math:`\rho`. The paper states a sum
+    of 1 (``radius="sum"``), which makes L equal ones SAM of the radius :math:`\rho / L`; docs/plgu.md says how the two
+    compare. With ``radius="full"`` they are scaled so that :math:`\|\epsilon\|_p = \rho` whatever they are, the
+    constraint under (4).
 
     :math:`\xi_l \propto \|\theta_l - w_l\| / \dim`, as printed, is largest for the smallest layers, whatever has
     changed in them: where all weights change alike, it falls with the root of the layer's size. ``score="root"``
@@ -45,7 +46,7 @@ class LayerWise(Options):
     )
     literal_exponent: bool = option(False, "take the exponent p - 1 of the denominator, as printed, in place of 1/p")
     radius: str = option(
-        "sum",
+        "mean",
         "what the scores are scaled to: a sum of 1, a mean of 1, or a perturbation of the full radius rho",
         choices=("sum", "mean", "full"),
     )

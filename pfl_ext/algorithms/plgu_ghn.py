@@ -28,7 +28,7 @@ class PLGUGHN(LayerWise, PFedHN):
     The paper describes this method in a supplement that is not available, so this is our reading of its one sentence
     on it. There is no global model here to measure a layer's distance from; as in equation (10) it is measured from
     what the server sent, now to the model as the turn has trained it so far. At a turn's first step that is zero for
-    all layers and all scores are 1/L.
+    all layers and all scores are equal.
     """
 
     name = "plgu-ghn"

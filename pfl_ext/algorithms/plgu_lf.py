@@ -31,7 +31,7 @@ class PLGULF(LayerWise, Method):
     r"""PLGU-LF (Qu et al., 2023), Algorithms 1 and 2, with K = ``local_epochs``, D = ``personal_layers``.
 
     .. math::
-        \xi_l &= \frac{r_l}{\sum_k r_k}, \quad r_l = \frac{\|\theta_l - w_l\|_2}{\dim(w_l)} \\
+        \xi_l &= \frac{L r_l}{\sum_k r_k}, \quad r_l = \frac{\|\theta_l - w_l\|_2}{\dim(w_l)} \\
         \theta_l &\leftarrow w_l \quad \text{for all layers but the D with the largest } \xi_l \\
         \theta &\leftarrow \theta - \eta\, g, \quad g = \nabla F(\theta) \\
         w_k &\leftarrow w_k - \eta\, \nabla F(w_k + \epsilon), \quad \epsilon_l = \rho\, \xi_l\, g_l / \|g\|_2 \\
@@ -45,10 +45,10 @@ class PLGULF(LayerWise, Method):
       anyway: two gradients per step. ``ascent="global"`` takes that at :math:`w_k`, as SAM does, for a third one.
       Line 7 prints the loss of :math:`\theta + \epsilon` but the gradient at :math:`w_k + \epsilon`, which is meant.
     * D = 0 is FedSAM, as the paper says: no layer is personal, so there is no personal model, no score, and
-      :math:`\epsilon` follows the gradient at :math:`w_k`. Its radius is :math:`\rho / L` (:class:`LayerWise`).
+      :math:`\epsilon` follows the gradient at :math:`w_k`. Its radius is :math:`\rho` (:class:`LayerWise`).
     * D = L leaves each client with a model of its own that takes nothing from the server after its first turn.
       The paper says FedAvg of it; :math:`w_k` is still perturbed, as Algorithm 1 has no exception.
-    * A client's first turn begins with :math:`\theta = w`, which makes all scores 1/L.
+    * A client's first turn begins with :math:`\theta = w`, which makes all scores equal.
     * The server's mean is weighted by samples like that of the methods it is compared with; the paper's clients have
       equally many.
     """

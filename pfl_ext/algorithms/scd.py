@@ -26,6 +26,8 @@ from .new_clients import NewClients
 
 __all__ = ["SCD"]
 
+_FORMS = ("normalized", "mean", "paper", "generalized")
+
 
 @dataclass(frozen=True)
 class SCD(NewClients, Method):
@@ -45,10 +47,10 @@ class SCD(NewClients, Method):
     The second line runs while :math:`w_{G,k}` is on its way to the server and the new :math:`w_G` on its way back: the
     wait-free protocol (:mod:`pfl_ext.federation.clock`).
 
-    Readings. D is a true KL of normalised spectra by default (``form``; :mod:`pfl_ext.ops.spectral` says why); with
-    ``form="mean"`` it is as many times larger as entries are compared, which is the scale at which the paper's weights
-    matter (docs/scd.md). Both models see the same batches. :math:`\tau = 0` compares nothing: no generic term. The
-    official code's spectral term has no gradient; this one has. What has one there is :math:`\beta \|w_{p,k} -
+    Readings. D is a true KL of normalised spectra (:mod:`pfl_ext.ops.spectral` says why). ``"mean"`` is the same KL as
+    many times larger as entries are compared: the scale at which the paper's weights matter. The personal model is
+    taught at that scale (``form_p``), which lifts it; the generic one is not (``form_g``), which would cost it points
+    (docs/scd.md). Both models see the same batches. :math:`\tau = 0` compares nothing: no generic term. The official code's spectral term has no gradient; this one has. What has one there is :math:`\beta \|w_{p,k} -
     w_{G,k}\|_2`, not squared, which the paper does not mention (``beta``); its generic training begins from the same
     tensors as the personal one, and the personal accuracy that it logs is the last client's. Without selection of all
     clients (Appendix F) those that are not selected rest, or train their personal models against the generic one that
@@ -61,11 +63,13 @@ class SCD(NewClients, Method):
     lam_g: float = option(0.05, "lambda_g, weight of the spectral term of the global model; 0: w/o SCD-GM")
     lam_p: float = option(0.01, "lambda_p, weight of the spectral term of the personal model; 0: w/o SCD-PM")
     tau: float = option(0.4, "part of the spectrum that the global model is taught")
-    form: str = option(
+    form_g: str = option(
         "normalized",
-        "form of the divergence: spectra divided by their sums or means, or the printed one, or its generalised KL",
-        choices=("normalized", "mean", "paper", "generalized"),
+        "form of the global model's divergence: spectra divided by their sums or means, or the printed one, or its "
+        "generalised KL",
+        choices=_FORMS,
     )
+    form_p: str = option("mean", "form of the personal model's divergence, out of the same", choices=_FORMS)
     beta: float = option(
         0.0, "weight of the distance |w_p - w_G| of the official code's personal loss (there 0.2); 0: none"
     )
@@ -97,7 +101,7 @@ class SCD(NewClients, Method):
     def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """GMUpdate: the generic model, taught by the client's personal one."""
         client.model.load(received["model"])
-        loss = self._taught(client, client["personal"], self.lam_g, self.tau)
+        loss = self._taught(client, client["personal"], self.form_g, self.lam_g, self.tau)
         client.report["loss"] = Steps(client, self).train(loss)
         return {"model": client.model.state()}
 
@@ -107,18 +111,18 @@ class SCD(NewClients, Method):
             return self.fine_tune_if_new(client, received["model"])
         client.model.load(client["personal"])
         generic = sent["model"] if client.stage == "personal" else received["model"]
-        loss = self._near(client, generic, self._taught(client, generic, self.lam_p, 1.0))
+        loss = self._near(client, generic, self._taught(client, generic, self.form_p, self.lam_p, 1.0))
         client.report["personal_loss"] = Steps(client, self).train(loss, epochs=self.personal_epochs)
         client["personal"] = client.model.state()
 
-    def _taught(self, client: Client, teacher: Tensor, lam: float, tau: float) -> Loss:
+    def _taught(self, client: Client, teacher: Tensor, form: str, lam: float, tau: float) -> Loss:
         """CE + lam D(first tau of the working model's spectrum || that of the teacher's)."""
         if lam == 0 or tau == 0:
             return lambda logits, batch: client.task.loss(logits, batch.targets)
         spectrum = SpectralTeacher(client.model.tensors(teacher), tau=tau, scope=self.scope)  # type: ignore[arg-type]
 
         def loss(logits: Tensor, batch: Batch) -> Tensor:
-            divergence = spectral_divergence(client.model.trained, spectrum, form=self.form)  # type: ignore[arg-type]
+            divergence = spectral_divergence(client.model.trained, spectrum, form=form)  # type: ignore[arg-type]
             return client.task.loss(logits, batch.targets) + lam * divergence
 
         return loss

@@ -30,9 +30,9 @@ torch.manual_seed(1)
 network = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.ReLU(), torch.nn.Linear(50, 3)).double()
 found = {}
 for name, options in (
-    ("scd", {"form": "normalized", "lam_g": 5.0, "lam_p": 5.0}),
-    ("scd", {"form": "generalized", "lam_g": 1e-4, "lam_p": 1e-4}),
-    ("scd", {"form": "paper", "lam_g": 1e-4, "lam_p": 1e-4}),
+    ("scd", {"form_g": "normalized", "form_p": "normalized", "lam_g": 5.0, "lam_p": 5.0}),
+    ("scd", {"form_g": "generalized", "form_p": "generalized", "lam_g": 1e-4, "lam_p": 1e-4}),
+    ("scd", {"form_g": "paper", "form_p": "paper", "lam_g": 1e-4, "lam_p": 1e-4}),
     ("ditto", {}), ("fedrod", {}), ("fedasync", {}), ("fedbuff", {"buffer": 2}),
 ):
     method = METHODS[name](lr=0.05, batch_size=4, momentum=0.5, **options)

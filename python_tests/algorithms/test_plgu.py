@@ -22,9 +22,9 @@ SIZES = (25, 18)  # of the two layers: 4 x 5 + 5 and 5 x 3 + 3
 
 
 def _scores(a: Tensor, b: Tensor, sizes: tuple[int, ...] = SIZES) -> Tensor:
-    """Equation (6), a score for each number."""
+    """Equation (6) with a mean of 1, a score for each number."""
     raw = torch.stack([d.norm() / len(d) for d in (a - b).split(sizes)])
-    xi = raw / raw.sum() if raw.sum() > 0 else torch.full_like(raw, 1 / len(sizes))
+    xi = raw / raw.mean() if raw.sum() > 0 else torch.ones_like(raw)
     return torch.cat([x.expand(n) for x, n in zip(xi, sizes, strict=True)])
 
 
@@ -97,7 +97,7 @@ def test_a_tensor_can_be_a_layer(turn: Turn) -> None:
     assert torch.equal(client["personal"], expected)
 
 
-@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"radius": "mean"}, RHO)])
+@pytest.mark.parametrize(("options", "radius"), [({}, RHO), ({"radius": "sum"}, RHO / 2)])
 def test_the_first_turn_begins_with_equal_scores_and_its_first_step_is_sams(
     turn: Turn, options: dict[str, Any], radius: float
 ) -> None:
@@ -110,7 +110,7 @@ def test_the_first_turn_begins_with_equal_scores_and_its_first_step_is_sams(
     torch.testing.assert_close(sent, expected, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(("options", "radius"), [({}, RHO / 2), ({"radius": "mean"}, RHO)])
+@pytest.mark.parametrize(("options", "radius"), [({}, RHO), ({"radius": "sum"}, RHO / 2)])
 def test_without_personal_layers_it_is_fedsam_to_the_bit(
     options: dict[str, Any], radius: float, dataset: Dataset, partition: Partition, network: nn.Module
 ) -> None:
