@@ -12,7 +12,8 @@ from pfl_ext.ops import conv_pool_relu
 from pfl_ext.ops._declare import OPS
 
 # samples, inputs, height, width, outputs, kernel: the networks' layers, and stretches of fewer and more numbers than
-# vectors and their registers hold, odd sides, one position a cell row, more outputs than are taken at once.
+# vectors and their registers hold, odd sides, one position a cell row, more outputs than are taken at once, and few
+# outputs, of which images are taken apart into planes: all at once, in two parts, and too large to be.
 SHAPES = {
     "cnn 1": (4, 1, 28, 28, 32, 5),
     "cnn 2": (4, 32, 12, 12, 64, 5),
@@ -22,6 +23,9 @@ SHAPES = {
     "short stretches": (3, 2, 9, 11, 37, 3),
     "kernel of one": (2, 5, 8, 9, 70, 1),
     "long stretches": (2, 67, 9, 9, 17, 5),
+    "few outputs": (2, 1, 12, 13, 4, 3),
+    "eight outputs": (2, 2, 20, 41, 8, 4),
+    "few outputs of a large image": (1, 3, 70, 90, 3, 3),
     "one cell": (1, 1, 3, 3, 1, 2),
     "no cell": (2, 1, 3, 3, 4, 3),
     "no sample": (0, 1, 6, 6, 4, 3),
@@ -123,7 +127,7 @@ def test_gradients_have_the_same_bits_on_every_instruction_set_and_number_of_thr
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
 
 
-@pytest.mark.parametrize("shape", ["cnn 1", "cnn 2", "lenet 2", "odd sides", "kernel of one", "long stretches"])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if not name.startswith("no ")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_results_have_the_same_bits_for_any_threads_and_wherever_products_are_not_rounded(on_every_isa, shape, dtype):
     x, weight, bias = (t.detach() for t in tensors(shape, dtype))
@@ -133,7 +137,7 @@ def test_results_have_the_same_bits_for_any_threads_and_wherever_products_are_no
         assert torch.equal(y, same[0]) and torch.equal(which, same[1])
 
 
-@pytest.mark.parametrize("shape", ["cnn 2", "odd sides", "one cell"])
+@pytest.mark.parametrize("shape", ["cnn 2", "odd sides", "few outputs", "one cell"])
 def test_kernel_and_reference_choose_the_same_and_agree(device, shape):
     x, weight, bias = (t.detach() for t in tensors(shape, torch.float64, device))
     given = (channels_last(x), channels_last(weight), bias)
