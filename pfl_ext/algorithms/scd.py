@@ -50,11 +50,12 @@ class SCD(NewClients, Method):
     Readings. D is a true KL of normalised spectra (:mod:`pfl_ext.ops.spectral` says why). ``"mean"`` is the same KL as
     many times larger as entries are compared: the scale at which the paper's weights matter. The personal model is
     taught at that scale (``form_p``), which lifts it; the generic one is not (``form_g``), which would cost it points
-    (docs/scd.md). Both models see the same batches. :math:`\tau = 0` compares nothing: no generic term. The official code's spectral term has no gradient; this one has. What has one there is :math:`\beta \|w_{p,k} -
-    w_{G,k}\|_2`, not squared, which the paper does not mention (``beta``); its generic training begins from the same
-    tensors as the personal one, and the personal accuracy that it logs is the last client's. Without selection of all
-    clients (Appendix F) those that are not selected rest, or train their personal models against the generic one that
-    is broadcast; a step cap is the setting ``personal_cap``.
+    (docs/scd.md). Both models see the same batches. :math:`\tau = 0` compares nothing: no generic term. The official
+    code's spectral term has no gradient; this one has. What has one there is :math:`\beta \|w_{p,k} - w_{G,k}\|_2`, not
+    squared, which the paper does not mention (``beta``); its generic training begins from the same tensors as the
+    personal one, and the personal accuracy that it logs is the last client's. Without selection of all clients
+    (Appendix F) those that are not selected rest, or train their personal models against the generic one that is
+    broadcast; a step cap is the setting ``personal_cap``.
     """
 
     name = "scd"

@@ -37,6 +37,11 @@ class Op:
             raise_out_of_memory(error)
             raise
 
+    @property
+    def at_once(self) -> Callable[..., Any]:
+        """The overload without its Python part, which takes 0.2 us: for small calls where nothing traces."""
+        return self.overload._op
+
     def has_kernel(self, key: str) -> bool:
         """Whether a native kernel serves this dispatch key (``"CPU"`` or ``"CUDA"``)."""
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"pfl_ext::{self.name}", key)

@@ -223,6 +223,7 @@ _accumulate = declare(
     reference=_accumulate_reference,
     fake=_accumulate_check,
 )
+_accumulate_at_once = _accumulate.at_once
 
 
 def _nonfinite_check(tensors: list[Tensor]) -> None:
@@ -704,6 +705,8 @@ def server_update(
     return _combine(clients, weights, server, lr, normalize, out, integers, nonfinite)
 
 
+_NOTHING = prepare([])
+
 _MOST_UNITS = 1024.0
 """What the weights of a :class:`StreamingAverage` add up to at most, in its units: room for large values."""
 
@@ -753,14 +756,14 @@ class StreamingAverage:
         # The sums of the floating tensors are views of one vector a type; those of integers stand alone.
         self._sums: list[Tensor] = []
         self._vectors: list[Tensor] = []
-        self._floating_sums: Prepared = prepare([])
+        self._floating_sums: Prepared = _NOTHING
         self._type = -1  # the number in FLOATS of the type of all tensors, if they have one
         self._given = False
         self._plain = False  # clients are lists of tensors of one floating type, and infinity is theirs to have
 
     def add(self, client: Model | Tensor, weight: float = 1.0) -> bool:
         """Add one client; False if it was skipped. An error leaves the average as it was."""
-        if self._plain and (type(client) is list or type(client) is Prepared) and self._added(client, weight):
+        if self._plain and self._added(client, weight):
             return True
         if self._given:
             raise RuntimeError(
@@ -774,8 +777,7 @@ class StreamingAverage:
         model = _Model.of(client, what)
         first = self._first
         if first is None:
-            self._check_first(model, what)
-            floating = [t for t, x in enumerate(model.tensors) if x.is_floating_point()]
+            floating = self._check_first(model, what)
         else:
             model, floating = self._like_first(model, what), self._floating
         values = model.tensors if len(floating) == len(model.tensors) else [model.tensors[t] for t in floating]
@@ -785,7 +787,7 @@ class StreamingAverage:
             return False
         with without_gradients():
             if first is None:
-                self._begin(client, model, floating)
+                self._begin(client, model, floating, values)
             try:
                 scaled = weight * self._scale
                 if scaled + self._weight > self._most:
@@ -805,28 +807,40 @@ class StreamingAverage:
         self._plain = self._type >= 0 and model.names is None and self.nonfinite == "propagate"
         return True
 
-    def _added(self, tensors: list[Tensor] | Prepared, weight: float) -> bool:
+    def _added(self, client: Any, weight: float) -> bool:
         """Add what needs no look but the op's; False, and nothing done, where something is out of the ordinary."""
-        scaled = weight * self._scale
-        if not (weight >= 0 and scaled + self._weight <= self._most):
+        kind = type(client)  # each word here counts: the sums of a LeNet take 3 us, and this as long
+        if not (kind is list or kind is Prepared) or not plain_eager():
             return False
-        sums, values = handed(self._floating_sums, tensors)
+        scaled = weight * self._scale
+        total = self._weight + scaled
+        if not (weight >= 0 and total <= self._most):
+            return False
+        values = client if kind is list else client.handed
         try:
-            with without_gradients():
-                _accumulate.overload(sums, values, scaled, self._type)
+            if torch.is_grad_enabled():
+                with without_gradients():
+                    _accumulate_at_once(self._floating_sums.handed, values, scaled, self._type)
+            else:
+                _accumulate_at_once(self._floating_sums.handed, values, scaled, self._type)
         except (RuntimeError, TypeError, ValueError):
             return False
         self.clients += 1
-        self._weight += scaled
+        self._weight = total
         return True
 
     @staticmethod
-    def _check_first(model: _Model, what: str) -> None:
+    def _check_first(model: _Model, what: str) -> list[int]:
+        """Which tensors of the first client are of floating types."""
+        floating = []
         for t, x in enumerate(model.tensors):
-            if x.dtype not in FLOATS and (x.is_floating_point() or x.is_complex() or x.is_quantized):
+            if x.dtype in FLOATS:
+                floating.append(t)
+            elif x.is_floating_point() or x.is_complex() or x.is_quantized:
                 raise TypeError(_not_averaged(model, t))
             if x.layout != torch.strided:
                 check_dense(f"tensor {model.name(t)} of {what}", x)
+        return floating
 
     def _like_first(self, model: _Model, what: str) -> _Model:
         """The model in the order of the first one. What floating tensors are like is for the op to check."""
@@ -867,25 +881,27 @@ class StreamingAverage:
         self._scale, self._most = scale, _MOST_UNITS
         return weight * scale
 
-    def _begin(self, client: Any, model: _Model, floating: list[int]) -> None:
+    def _begin(self, client: Any, model: _Model, floating: list[int], values: list[Tensor]) -> None:
         """Sums like the first client, and what the others are compared with."""
         self._restore = _restorer(client)
         self._dtypes = [x.dtype for x in model.tensors]
         self._floating = floating
-        self._integral = sorted(set(range(len(model.tensors))) - set(floating))
-        self._vectors, sums = _flat_zeros([model.tensors[t] for t in floating])
+        self._vectors, sums = _flat_zeros(values)
         self._floating_sums = prepare(sums)
-        self._type = FLOATS.index(self._dtypes[0]) if floating and len(set(self._dtypes)) == 1 else -1
-        self._sums = sums
-        if self._integral:
+        self._sums, first = sums, sums
+        if len(values) == len(model.tensors):
+            self._type = FLOATS.index(self._dtypes[0]) if values and len(set(self._dtypes)) == 1 else -1
+        else:
+            self._integral = sorted(set(range(len(model.tensors))) - set(floating))
             own = dict(zip(floating, sums, strict=True))
             self._sums = [
                 own[t] if t in own else torch.zeros(x.shape, dtype=torch.float64, device=x.device)
                 for t, x in enumerate(model.tensors)
             ]
-        # Integers by value, where they are the result.
-        kept = {t: model.tensors[t].clone() for t in self._integral if self.integers == "first"}
-        self._first = _Model(model.names, [kept.get(t, total) for t, total in enumerate(self._sums)])
+            # Integers by value, where they are the result.
+            kept = {t: model.tensors[t].clone() for t in self._integral if self.integers == "first"}
+            first = [kept.get(t, total) for t, total in enumerate(self._sums)]
+        self._first = _Model(model.names, first)
 
     def _template(self) -> _Model:
         """A model with the shapes and types of the first client, and without its memory."""

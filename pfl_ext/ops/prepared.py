@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -39,21 +39,25 @@ _end = declare(
 class Prepared(Sequence[Tensor]):
     """A list of tensors as :func:`prepare` gives it. It is read like a tuple."""
 
-    __slots__ = ("__weakref__", "_handed", "again", "tensors")
+    __slots__ = ("__weakref__", "again", "handed", "tensors")
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.again: tuple[Any, ...] | None = None
         """The arguments of the last step of this list, and at the end the tensor that stands for all of them."""
-        self._handed = tensors
+        self.handed = tensors
+        """What an op is given for the list, where nothing traces it: a ticket, or the list itself."""
         if not tensors or not plain_eager():
             return
         with without_gradients():
             ticket = _prepare(tensors)
         if ticket.numel():
-            self._handed = [ticket]
-            # Not when the program ends: the memory ends with it, and torch may be gone by then.
-            weakref.finalize(self, _end.overload, ticket).atexit = False
+            self.handed = [ticket]
+
+    def __del__(self) -> None:
+        # Not when the program ends: the memory ends with it, and torch may be gone by then.
+        if self.ticket is not None and not sys.is_finalizing():
+            _end.overload(self.ticket)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is prepared anew: the ticket of this one stands for these tensors."""
@@ -62,7 +66,7 @@ class Prepared(Sequence[Tensor]):
     @property
     def ticket(self) -> Tensor | None:
         """What stands for the list in a call of an op; None where the list itself is handed over."""
-        return None if self._handed is self.tensors else self._handed[0]
+        return None if self.handed is self.tensors else self.handed[0]
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -89,7 +93,7 @@ def plain_eager() -> bool:
 def handed(*lists: list[Tensor] | Prepared) -> list[list[Tensor]]:
     """What an op is given for these lists."""
     if plain_eager():
-        return [x if type(x) is list else x._handed for x in lists]  # type: ignore[union-attr]
+        return [x if type(x) is list else x.handed for x in lists]  # type: ignore[union-attr]
     return [x if type(x) is list else x.tensors for x in lists]  # type: ignore[union-attr]
 
 

@@ -122,6 +122,7 @@ _step_again = declare(
     fake=_no_call,
     plain_on={"cuda": "lists are prepared on the CPU alone"},
 )
+_step_again_at_once = _step_again.at_once
 
 
 def _sum_type(tensors: list[Tensor]) -> torch.dtype:
@@ -250,7 +251,7 @@ def _stepped_again(params: Prepared, grads: Any, anchors: Any, buffers: Any, num
     if known[4] is None:
         return False
     try:
-        _step_again.overload(known[4])
+        _step_again_at_once(known[4])
     except RuntimeError:  # what is wrong is said where all arguments are at hand
         return False
     written(params)
