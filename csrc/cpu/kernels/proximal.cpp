@@ -30,12 +30,12 @@ void step(const ProximalStep& how, int64_t n, const T* grad, const T* anchor, T*
 #if defined(__AVX2__)
     // Without a detour through memory: the conversions alone take as long as the numbers take to come.
     int64_t i = 0;
-    for (; i + kConvertedAtOnce <= n; i += kConvertedAtOnce) {
-      Converted running = {};
+    for (; i + kConvertedAtOnce<T> <= n; i += kConvertedAtOnce<T>) {
+      converted_t<T> running = {};
       if constexpr (kMode == Momentum::kRunning) running = convert(buffer + i);
-      Converted from = {};
+      converted_t<T> from = {};
       if constexpr (kAnchor) from = convert(anchor + i);
-      const Converted moved =
+      const converted_t<T> moved =
           proximal_step<kMode, kAnchor, kDecay>(s, convert(weight + i), convert(grad + i), from, &running);
       convert_back(moved, weight + i);
       if constexpr (kMode != Momentum::kNone) convert_back(running, buffer + i);

@@ -4,7 +4,8 @@
 
 #include "cpu/kernels/convert.h"
 
-namespace pfl::cpu {
+namespace pfl::cpu::PFL_ISA {
+namespace {
 
 constexpr int kLanes = 16;
 // Elements converted at once; a multiple of kLanes.
@@ -12,7 +13,7 @@ constexpr int64_t kSumBlock = 2048;
 
 // Adds term(i) of [0, n) to the lanes; i = 0 is of lane 0.
 template <typename Term>
-[[maybe_unused]] static inline void add_to_lanes(int64_t n, const Term& term, double* __restrict lanes) {
+[[maybe_unused]] inline void add_to_lanes(int64_t n, const Term& term, double* __restrict lanes) {
   double sum[kLanes];
   for (int l = 0; l < kLanes; ++l) sum[l] = lanes[l];
   int64_t i = 0;
@@ -23,7 +24,7 @@ template <typename Term>
   for (int l = 0; l < kLanes; ++l) lanes[l] = sum[l];
 }
 
-[[maybe_unused]] static inline double sum_lanes(double* lanes) {
+[[maybe_unused]] inline double sum_lanes(double* lanes) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
   }
@@ -32,7 +33,7 @@ template <typename Term>
 
 // sum x^2, or sum (x - y)^2 with y. In double neither difference nor square of floats can overflow.
 template <typename T>
-[[maybe_unused]] static inline double sum_of_squares(const T* x, const T* y, int64_t n) {
+[[maybe_unused]] inline double sum_of_squares(const T* x, const T* y, int64_t n) {
   using A = accumulate_t<T>;
   alignas(64) A x_buffer[kIsAccumulateType<T> ? 1 : kSumBlock];
   alignas(64) A y_buffer[kIsAccumulateType<T> ? 1 : kSumBlock];
@@ -62,4 +63,5 @@ template <typename T>
   return sum_lanes(lanes);
 }
 
-}  // namespace pfl::cpu
+}  // namespace
+}  // namespace pfl::cpu::PFL_ISA
