@@ -131,7 +131,7 @@ GOALS = (
     Goal(f"{_ENSEMBLE}, 2048 x 100", "distillation", "ensemble", "2048x100", "loop over teachers", 3, 8),
     Goal(f"{_ENSEMBLE}, 2048 x 100", "distillation", "ensemble", "2048x100", "torch.compile", 1.5, 8),
     Goal("distil from 20 teachers, 2048 x 1000", "distillation", "ensemble", "2048x1000", BANDWIDTH, 0.85, 20,
-         "not found: it reads 21 rows at once"),
+         "half of its time is arithmetic, beside which memory rests: 1.9 ms to read, 1.8 to compute, 3.6 in all"),
     Goal(_STEP, "proximal", "step", "resnet18", "autograd, then SGD", 5),
     Goal(_STEP, "proximal", "step", "resnet18", "_foreach_lerp_", 1.5,
          reason="it moves six model sizes, ours four: 1.5x is the most there can be", first=True),

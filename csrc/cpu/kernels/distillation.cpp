@@ -16,7 +16,8 @@ namespace {
 // Sums go lane by lane in the order of the vectors and, in a row, over the lanes by halving. Both orders are the same
 // for every vector width: the same bits on every instruction set.
 constexpr int kLanes = 16;
-constexpr int64_t kMostTileClasses = 40;
+// Up to here a tile is faster in float32 and as fast in float64, on an EPYC: a row spends its time on sums over lanes.
+constexpr int64_t kMostTileClasses = 128;
 
 inline bool in_tiles(int64_t classes) { return classes <= kMostTileClasses; }
 
@@ -158,8 +159,10 @@ struct Block {
 
   const T* teacher(int64_t m) const { return static_cast<const T*>(r.teacher[m]); }
 
-  // While exponentials are computed memory would rest, a fifth of the time of 20 teachers: what the first teachers and
-  // the student hold next is fetched meanwhile, and the gradient's place.
+  // While exponentials are computed memory rests: of 20 teachers of 1000 classes 1.9 ms of reading and 1.8 of
+  // arithmetic take 3.6 (EPYC, two threads). What the first teachers and the student hold next is fetched meanwhile,
+  // and the gradient's place. Fetching all teachers' numbers then, or averaging them bit by bit between the
+  // exponentials, takes longer: short reads are not fetched ahead by the processor.
   struct Ahead {
     const T* of[6];
     int reads;
