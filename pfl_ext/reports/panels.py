@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["lines", "scatter"]
 
 _ACROSS = 4
+_CHARACTER = 0.07  # inches of a label at the axis
 
 
 def lines(
@@ -54,7 +56,9 @@ def lines(
             places = [columns.index(x) for x, _ in points]
             style = {**_style(names.index(name)), "markersize": 4, "linewidth": 1.3, "capsize": 2}
             handles[name] = axes.errorbar(places, [y for _, (y, _) in points], bars if any(bars) else None, **style)
-        axes.set_xticks(range(len(columns)), [x.replace("$", r"\$") for x in columns], fontsize=7)
+        fit = round(figure.get_figwidth() / min(len(every), _ACROSS) / len(columns) / _CHARACTER)
+        shown = [textwrap.fill(x.replace("$", r"\$"), max(fit, 6), break_long_words=False) for x in columns]
+        axes.set_xticks(range(len(columns)), shown, fontsize=7)
     _legend(figure, handles)
     _save(figure, path)
 
@@ -98,7 +102,8 @@ def _panels(titles: Sequence[str], title: str) -> tuple[Figure, dict[str, Axes]]
     """A figure with a panel for each title, in rows."""
     across = min(len(titles), _ACROSS)
     down = math.ceil(len(titles) / across)
-    figure = _import("figure").Figure(figsize=(1.0 + 3.0 * across, 0.9 + 2.4 * down), layout="constrained")
+    width = 6.4 if across == 1 else 1.0 + 3.0 * across
+    figure = _import("figure").Figure(figsize=(width, 0.9 + (3.2 if across == 1 else 2.4) * down), layout="constrained")
     _title(figure, title)
     every = list(figure.subplots(down, across, squeeze=False).flatten())
     for axes, text in zip(every, titles, strict=False):

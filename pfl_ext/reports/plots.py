@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -536,7 +537,8 @@ def _figure(panels: int, title: str, height: float = 4.6) -> tuple[Figure, list[
 
 
 def _title(figure: Figure, text: str) -> None:
-    figure.suptitle(text.replace("$", r"\$"), fontsize=11, x=0.01, ha="left")
+    fit = int(figure.get_figwidth() / 0.085)  # inches of a character
+    figure.suptitle(textwrap.fill(text.replace("$", r"\$"), fit), fontsize=11, x=0.01, ha="left")
 
 
 def _capital(word: str) -> str:
