@@ -139,8 +139,7 @@ GOALS = (
     Goal("a round of FedAvg, 20 clients, MNIST", "federation", "round", _ROUND, "fluke", 4, 20),
     Goal(f"{_SMALL_ROUND}, 1 core", "federation", "small clients", _SMALL_CLIENTS, "pfl", 2, 1000, threads=1),
     Goal(f"{_SMALL_ROUND}, 2 cores", "federation", "small clients", _SMALL_CLIENTS, "pfl", 2, 1000),
-    Goal("a round of Ditto, 10 of 100 clients, CIFAR-10", "federation", "ditto", _DITTO, "fluke", 4, 100,
-         "two workers gain 1.7x on two cores"),
+    Goal("a round of Ditto, 10 of 100 clients, CIFAR-10", "federation", "ditto", _DITTO, "fluke", 4, 100),
     *_SMALL,
 )  # fmt: skip
 """All goals that were set, in the order of the families."""
