@@ -39,7 +39,7 @@ _end = declare(
 class Prepared(Sequence[Tensor]):
     """A list of tensors as :func:`prepare` gives it. It is read like a tuple."""
 
-    __slots__ = ("__weakref__", "again", "handed", "tensors")
+    __slots__ = ("again", "handed", "tensors")
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
