@@ -74,6 +74,7 @@ def _clocks(run: Federation, spent: dict[str, float]) -> Iterator[None]:
             (WorkingModel, "__call__", forward),
             (Classification, "loss", forward),
             (steps, "train_steps_", lambda: PASSES[0]),
+            (steps, "loss_and_gradients", lambda: PASSES[0]),
             (torch.autograd, "grad", lambda: PASSES[2]),
             (proximal, "proximal_sgd_step_", lambda: "step of SGD"),
             (Dataset, "batch", lambda: "fetching batches"),

@@ -1,12 +1,15 @@
-// Glue of the training family for the CPU key: whole local steps in one call. Schemas: pfl_ext/ops/training.py.
+// Glue of the training family for the CPU key: whole local steps in one call, or the gradients alone. Schemas:
+// pfl_ext/ops/training.py.
 //
 // Autograd takes as long for a small network as its kernels do. Here layers, loss, gradients and step are called one
 // after the other, and the gradient of a weight lives in the nearest cache until the step has used it.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "common/elementary.h"
 #include "cpu/kernels/convolution.h"
@@ -72,42 +75,86 @@ void exchange(int64_t item, int64_t samples, int64_t places, int64_t channels, c
   item == 4 ? move(float{}) : move(double{});
 }
 
-// The mean cross-entropy of logits, and its gradient in their place.
+// The mean over samples of hard_scale CE + soft_scale KL(teacher || student), both of the latter at a temperature, or
+// their cross-entropy in place of the divergence. The teacher is read where soft_scale is not 0.
+struct Objective {
+  double temperature = 1.0, soft_scale = 0.0, hard_scale = 1.0;
+  bool cross_entropy = false;
+  const char* teacher = nullptr;
+};
+
+// Softmax of a row of numbers divided by T.
 template <typename T>
-double cross_entropy(int64_t rows, int64_t classes, const int64_t* targets, T* logits) {
-  double total = 0.0;
+class Softmax {
+ public:
+  Softmax(int64_t classes, const T* z, double temperature = 1.0) : z_(z), scale_(1.0 / temperature), largest_(z[0]) {
+    for (int64_t k = 1; k < classes; ++k) largest_ = z[k] > largest_ ? z[k] : largest_;
+    for (int64_t k = 0; k < classes; ++k) sum_ += exp_nonpositive(apart(k));
+  }
+  double sum() const { return sum_; }
+  double part(int64_t k) const { return exp_nonpositive(apart(k)); }  // of sum()
+  double minus_log(int64_t k) const { return log_positive(sum_) - apart(k); }
+
+ private:
+  double apart(int64_t k) const { return (z_[k] - largest_) * scale_; }
+
+  const T* z_;
+  double scale_, largest_, sum_ = 0.0;
+};
+
+// The objective of logits, and its gradient in their place.
+template <typename T>
+double take_gradient(const Objective& of, int64_t rows, int64_t classes, const int64_t* targets, const T* teacher,
+                     T* logits) {
+  double hard = 0.0, soft = 0.0;
   for (int64_t n = 0; n < rows; ++n) {
     T* z = logits + n * classes;
-    double largest = z[0];
-    for (int64_t k = 1; k < classes; ++k) largest = z[k] > largest ? z[k] : largest;
-    double sum = 0.0;
-    for (int64_t k = 0; k < classes; ++k) sum += exp_nonpositive(z[k] - largest);
-    total += log_positive(sum) - (z[targets[n]] - largest);
-    const double share = 1.0 / (sum * static_cast<double>(rows));
+    const Softmax<T> student(classes, z);
+    hard += student.minus_log(targets[n]);
+    const double share = 1.0 / (student.sum() * static_cast<double>(rows));
+    const double one = 1.0 / static_cast<double>(rows);
+    if (of.soft_scale == 0) {
+      for (int64_t k = 0; k < classes; ++k) {
+        z[k] = static_cast<T>(of.hard_scale * (student.part(k) * share - (k == targets[n] ? one : 0.0)));
+      }
+      continue;
+    }
+    const Softmax<T> smooth(classes, z, of.temperature);
+    const Softmax<T> known(classes, teacher + n * classes, of.temperature);
+    const double scale = of.soft_scale / of.temperature * one;
     for (int64_t k = 0; k < classes; ++k) {
-      const double one = k == targets[n] ? 1.0 / static_cast<double>(rows) : 0.0;
-      z[k] = static_cast<T>(exp_nonpositive(z[k] - largest) * share - one);
+      const double target = known.part(k) / known.sum();
+      if (target != 0) soft += target * (smooth.minus_log(k) - (of.cross_entropy ? 0.0 : known.minus_log(k)));
+      z[k] = static_cast<T>(of.hard_scale * (student.part(k) * share - (k == targets[n] ? one : 0.0)) +
+                            scale * (smooth.part(k) / smooth.sum() - target));
     }
   }
+  const double total = of.hard_scale * hard + (of.soft_scale == 0 ? 0.0 : of.soft_scale * soft);
   return total / static_cast<double>(rows);
 }
 
-// Steps of a network made of layers in a row, each on the cross-entropy of the next samples.
+// Steps of a network made of layers in a row, each on the objective of the next samples; or its gradients.
 class LocalSteps {
  public:
   LocalSteps(const char* op, const TensorList& params, const TensorList& buffers, const TensorList& anchors,
              const Tensor& x, const Tensor& targets, const std::vector<int64_t>& kinds, int64_t batch_size,
-             const ProximalStep& how)
-      : op_(op), how_(how), has_anchors_(how.lam != 0), has_buffers_(how.mode != Momentum::kNone) {
+             const ProximalStep& how, const Objective& objective, const std::optional<Tensor>& teacher)
+      : op_(op), how_(how), objective_(objective), has_anchors_(how.lam != 0), has_buffers_(how.mode != Momentum::kNone) {
     std::vector<glue::ListRole> roles{{"params", params, true}};
     if (has_anchors_) roles.push_back({"anchors", anchors, false});
     if (has_buffers_) roles.push_back({"momentum_buffers", buffers, true});
-    lists_ = glue::match(op, roles, /*on_cpu=*/true);
     if (batch_size < 0) glue::fail(op, ": batch_size is ", batch_size, "; 1 and more are accepted, 0: all samples");
-    read_layers(roles[0].tensors(), x, kinds);
-    check_targets(targets);
-    if (lists_->written_overlaps(x)) glue::fail(op, ": x and the params overlap in memory");
+    read(roles, params, x, targets, kinds);
+    read_teacher(teacher);
     batch_size_ = batch_size == 0 ? samples_ : std::min(batch_size, samples_);
+  }
+
+  // No steps: the gradients of the mean over all samples go to `gradients`.
+  LocalSteps(const char* op, const TensorList& gradients, const TensorList& params, const Tensor& x,
+             const Tensor& targets, const std::vector<int64_t>& kinds)
+      : op_(op), gives_gradients_(true) {
+    read({{"params", params, false}, {"gradients", gradients, true}}, params, x, targets, kinds);
+    batch_size_ = samples_;
   }
 
   int64_t count() const { return (samples_ + batch_size_ - 1) / batch_size_; }
@@ -137,9 +184,13 @@ class LocalSteps {
     forward(arena, x_ + begin * inputs_ * item_);
     char* grad = layers_.back().y;
     const int64_t* targets = targets_ + begin;
-    const double loss = dtype_ == DType::kFloat64
-                            ? cross_entropy(rows_, classes_, targets, reinterpret_cast<double*>(grad))
-                            : cross_entropy(rows_, classes_, targets, reinterpret_cast<float*>(grad));
+    const char* teacher = objective_.teacher == nullptr ? nullptr : objective_.teacher + begin * classes_ * item_;
+    const auto loss_as = [&](auto zero) {
+      using T = decltype(zero);
+      return take_gradient(objective_, rows_, classes_, targets, reinterpret_cast<const T*>(teacher),
+                           reinterpret_cast<T*>(grad));
+    };
+    const double loss = dtype_ == DType::kFloat64 ? loss_as(double{}) : loss_as(float{});
     for (size_t l = layers_.size(); l-- > 0;) grad = backward(arena, l, grad);
     return loss;
   }
@@ -154,6 +205,14 @@ class LocalSteps {
 
   // Numbers that a layer gives.
   int64_t outputs_of(const Layer& layer) const { return rows_ * layer.outputs; }
+
+  void read(std::vector<glue::ListRole> roles, const TensorList& params, const Tensor& x, const Tensor& targets,
+            const std::vector<int64_t>& kinds) {
+    lists_ = glue::match(op_, roles, /*on_cpu=*/true);
+    read_layers(roles[0].tensors(), x, kinds);
+    check_targets(targets);
+    if (lists_->written_overlaps(x)) glue::fail(op_, ": x and what is written overlap in memory");
+  }
 
   void refuse(size_t l, const Tensor& weight) const {
     glue::fail(op_, ": layer ", l, " has the weight ", glue::describe(weight), ", which does not fit what enters it");
@@ -236,8 +295,29 @@ class LocalSteps {
     }
   }
 
+  void read_teacher(const std::optional<Tensor>& teacher) {
+    const Objective& o = objective_;
+    if (!std::isfinite(o.soft_scale) || !std::isfinite(o.hard_scale)) {
+      glue::fail(op_, ": the scales of the soft and the hard term are ", o.soft_scale, " and ", o.hard_scale,
+                 "; finite numbers are accepted");
+    }
+    if (!(o.temperature > 0) || std::isinf(o.temperature)) {
+      glue::fail(op_, ": temperature is ", o.temperature, "; a finite number above 0 is accepted");
+    }
+    if (o.soft_scale == 0) return;
+    if (!teacher.has_value()) glue::fail(op_, ": soft_scale is ", o.soft_scale, " and there is no teacher");
+    if (checked_layer(op_, "teacher", *teacher, 2, *teacher) != dtype_ || teacher->size(0) != samples_ ||
+        teacher->size(1) != classes_) {
+      glue::fail(op_, ": teacher is ", glue::describe(*teacher), "; logits of the params' type are accepted, ",
+                 classes_, " for each of ", samples_, " samples");
+    }
+    if (lists_->written_overlaps(*teacher)) glue::fail(op_, ": the teacher and what is written overlap in memory");
+    objective_.teacher = static_cast<const char*>(teacher->const_data_ptr());
+  }
+
   int64_t size(size_t p) const { return lists_->sizes[p]; }
   char* weight(size_t p) const { return static_cast<char*>(lists_->pointer(0, p)); }
+  char* gradient(size_t p) const { return static_cast<char*>(lists_->pointer(1, p)); }
 
   int64_t bytes_needed() const {
     int64_t bytes = 0;
@@ -329,6 +409,12 @@ class LocalSteps {
         to_x = images;
       }
     }
+    if (gives_gradients_) {
+      torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 64), [&](int64_t begin, int64_t end) {
+        linear().weight_gradient(dtype_, s, begin, end, grad, layer.x, gradient(2 * l), gradient(2 * l + 1));
+      });
+      return to_x;
+    }
     if (is_plain()) {
       char* of_bias = arena.take(s.outputs * item_);
       torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 64), [&](int64_t begin, int64_t end) {
@@ -365,13 +451,14 @@ class LocalSteps {
         convolution().input_gradient(dtype_, s, begin, end, grad, layer.which, weight(2 * l), workspace.get(), to_x);
       });
     }
-    char* of_weight = arena.take(size(2 * l) * item_);
-    char* of_bias = arena.take(size(2 * l + 1) * item_);
+    char* of_weight = gives_gradients_ ? gradient(2 * l) : arena.take(size(2 * l) * item_);
+    char* of_bias = gives_gradients_ ? gradient(2 * l + 1) : arena.take(size(2 * l + 1) * item_);
     torch::stable::parallel_for(0, s.outputs, grain(s.outputs, products, 1), [&](int64_t begin, int64_t end) {
       const std::unique_ptr<char[]> workspace(new char[bytes]);
       convolution().weight_gradient(dtype_, s, begin, end, grad, layer.which, layer.x, workspace.get(), of_weight,
                                     of_bias);
     });
+    if (gives_gradients_) return to_x;
     move(2 * l, 0, size(2 * l), of_weight);
     move(2 * l + 1, 0, size(2 * l + 1), of_bias);
     return to_x;
@@ -388,8 +475,9 @@ class LocalSteps {
   }
 
   const char* op_;
-  ProximalStep how_;
-  bool has_anchors_, has_buffers_;
+  ProximalStep how_{};
+  Objective objective_;
+  bool has_anchors_ = false, has_buffers_ = false, gives_gradients_ = false;
   std::shared_ptr<const glue::MatchedLists> lists_;
   std::vector<Layer> layers_;
   DType dtype_ = DType::kFloat32;
@@ -400,17 +488,30 @@ class LocalSteps {
 
 Tensor train_steps_(const TensorList& params, const TensorList& buffers, const TensorList& anchors, const Tensor& x,
                     const Tensor& targets, const std::vector<int64_t>& layers, int64_t batch_size, double lr,
-                    double lam, double momentum, double weight_decay, bool first) {
+                    double lam, double momentum, double weight_decay, bool first, const std::optional<Tensor>& teacher,
+                    double temperature, double soft_scale, double hard_scale, bool cross_entropy) {
   const char* op = "pfl_ext::train_steps_";
   const ProximalStep how = glue::proximal_step_of(lr, lam, momentum, 0.0, weight_decay, false, false, first);
   glue::check_step(op, how);
-  LocalSteps steps(op, params, buffers, anchors, x, targets, layers, batch_size, how);
+  LocalSteps steps(op, params, buffers, anchors, x, targets, layers, batch_size, how,
+                   {temperature, soft_scale, hard_scale, cross_entropy}, teacher);
   Tensor losses = torch::stable::new_empty(x, {steps.count()});
   steps.run(losses.mutable_data_ptr());
   return losses;
 }
 
+Tensor loss_and_gradients_(const TensorList& gradients, const TensorList& params, const Tensor& x, const Tensor& targets,
+                           const std::vector<int64_t>& layers) {
+  LocalSteps steps("pfl_ext::loss_and_gradients_", gradients, params, x, targets, layers);
+  Tensor loss = torch::stable::new_empty(x, {1});
+  steps.run(loss.mutable_data_ptr());
+  return loss;
+}
+
 }  // namespace
 }  // namespace pfl::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) { m.impl("train_steps_", TORCH_BOX(&pfl::cpu::train_steps_)); }
+STABLE_TORCH_LIBRARY_IMPL(pfl_ext, CPU, m) {
+  m.impl("train_steps_", TORCH_BOX(&pfl::cpu::train_steps_));
+  m.impl("loss_and_gradients_", TORCH_BOX(&pfl::cpu::loss_and_gradients_));
+}

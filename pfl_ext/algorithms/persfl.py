@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from pfl_ext.data.nests import arguments
-from pfl_ext.federation import Batch, Client, Method, Server, Stage, Steps, Uploads, WorkingModel, option
-from pfl_ext.ops import distillation_loss
+from pfl_ext.federation import Client, Distillation, Method, Server, Stage, Steps, Uploads, WorkingModel, option
 from pfl_ext.ops.distillation import Soft
-from pfl_ext.tasks import Classification, MultiLabel, NextToken, Pixels, Task, outputs
+from pfl_ext.tasks import Classification, outputs
 
 __all__ = ["PersFL"]
 
@@ -71,7 +70,8 @@ class PersFL(Method):
     )
     grid: str = option(
         "auto",
-        "train the grid's points all at once, one by one, or at once where the network has only linear layers",
+        "train the grid's points all at once, one by one, or at once where the network has only linear layers and its "
+        "steps are no native calls",
         choices=("auto", "batched", "one-by-one"),
     )
 
@@ -155,8 +155,10 @@ class PersFL(Method):
             client["teacher"], client["teacher_round"] = received["model"], torch.tensor([client.round])
         client.model.load(client["teacher"])
         soft_labels, _ = client.outputs(client.train)
-        # More than matrix products gains nothing: a batch of convolutions with a kernel each is slow on a CPU.
-        batched = self.grid == "batched" or (self.grid == "auto" and _only_linear(client.model.module))
+        # Native steps are faster than a batch of models; and of more than matrix products a batch gains nothing: with a
+        # kernel each, convolutions are slow on a CPU.
+        slow = self.grid == "auto" and not Steps(client, self).native
+        batched = self.grid == "batched" or (slow and _only_linear(client.model.module))
         batched = batched and client.task == Classification()
         students = self._grid_at_once(client, soft_labels) if batched else self._one_by_one(client, soft_labels)
         best, metric = math.nan, client.task.metric
@@ -175,20 +177,14 @@ class PersFL(Method):
     def _one_by_one(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
         students = []
         for temperature, lam in self.points():
-            # (1 - lam) CE + (lam / C) soft is `total` times the loss of another lam.
-            of_soft = lam * self._share(teacher_logits)
-            total = 1 - lam + of_soft
-
-            def loss(
-                logits: Tensor,
-                batch: Batch,
-                lam: float = of_soft / total,
-                total: float = total,
-                temperature: float = temperature,
-            ) -> Tensor:
-                teacher, soft = teacher_logits[batch.rows], cast(Soft, self.soft)
-                return total * _objective(client.task, logits, teacher, batch.targets, lam, temperature, soft)
-
+            loss = Distillation(
+                client.task,
+                teacher_logits,
+                1 - lam,
+                lam * self._share(teacher_logits),
+                temperature,
+                cast(Soft, self.soft),
+            )
             client.model.load(client["teacher"])
             steps = Steps(client, self, lr=self.distill_lr or None)
             steps.train(loss, epochs=self.distill_epochs, batches="distillation")
@@ -244,22 +240,3 @@ def _only_linear(module: nn.Module) -> bool:
     """Whether a batch of such networks is a batch of matrix products, and their forward needs no random numbers."""
     leaves = [m for m in module.modules() if not any(True for _ in m.children())]
     return all(isinstance(m, (nn.Linear, nn.ReLU, nn.Flatten, nn.Identity, nn.Tanh)) for m in leaves)
-
-
-_FUSED = {Classification.loss, MultiLabel.loss, NextToken.loss, Pixels.loss}  # what the op has as its hard term
-
-
-def _objective(
-    task: Task, logits: Tensor, teacher: Tensor, targets: Tensor, lam: float, temperature: float, soft: Soft
-) -> Tensor:
-    """(1 - lam) of the task's loss and lam of the divergence from the teacher, of everything that has a class."""
-    several = isinstance(task, MultiLabel)
-    student, teacher = task.rows(logits), task.rows(teacher)
-    numbers = targets if several else targets.flatten()
-    if type(task).loss in _FUSED:
-        smoothing = task.label_smoothing if isinstance(task, Classification) else 0.0
-        return distillation_loss(
-            student, teacher, numbers, lam, temperature, soft, label_smoothing=smoothing, multilabel=several
-        )
-    imitation = distillation_loss(student, teacher, numbers, 1.0, temperature, soft, multilabel=several)
-    return (1 - lam) * task.loss(logits, targets) + lam * imitation

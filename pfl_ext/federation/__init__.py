@@ -5,6 +5,7 @@ from pfl_ext.options import Options, option
 from .checkpoint import DamagedCheckpoint, ForeignCheckpoint
 from .client import Batch, Client
 from .clock import PROTOCOLS, Clock, Device, Span, Timeline, clock_of
+from .distillation import Distillation
 from .engine import Engine, InProcess
 from .evaluation import ClientResult
 from .features import Features
@@ -34,6 +35,7 @@ __all__ = [
     "Clock",
     "DamagedCheckpoint",
     "Device",
+    "Distillation",
     "Diverged",
     "Engine",
     "Features",

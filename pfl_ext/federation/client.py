@@ -75,7 +75,7 @@ class Client:
         train, validation, test: indices of the client's samples.
         report: numbers that the method reports of this turn, for the tables of the run (such as ``"loss"``).
         privacy: the options of differential privacy, None without.
-        fused_steps: whether whole steps may be taken in one native call.
+        fused_steps: whether whole steps, and gradients, may be native calls.
         graphs: whether local steps are recorded as CUDA graphs.
         trained: how many samples :meth:`batches` has given for what is sent, and for the client's own model.
         trained_parameters: how many parameters were trained, each as often as there are models of it.

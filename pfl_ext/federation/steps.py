@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from pfl_ext.nn import Row
-from pfl_ext.ops import lwsam_perturb_, restore_, train_steps_
+from pfl_ext.ops import loss_and_gradients, lwsam_perturb_, restore_, train_steps_
 from pfl_ext.ops.training import is_native
 from pfl_ext.optim.proximal import momentum_step_
 from pfl_ext.tasks import Classification
 
 from .client import Batch, Client
+from .distillation import Distillation
 from .graphs import RecordedSteps
 from .method import Method
 from .optimizers import made_optimizer, scheduled
@@ -114,7 +115,8 @@ class Steps:
             method.optimizer, self.params, self._options["lr"], self._options["weight_decay"]
         )
         self._perturb, self._expected = perturb, expected
-        self._row = self._row_in_one_call()
+        self._row = self._native_row()
+        self._whole = self._row if self._are_plain() else None
         self._backup: Tensor | None = None
         self._scheduled = method.lr_steps != "constant" or method.lr_warmup_steps > 0
         self._of_round = self._round_factor()
@@ -140,6 +142,10 @@ class Steps:
 
     def gradients(self, batch: Batch, loss: Loss | None = None) -> tuple[Tensor, list[Tensor]]:
         """The loss of a batch, without a graph, and its gradients in the parameters."""
+        if self._row is not None and loss is None:
+            x = self._inputs_of(batch, self._row)
+            if x is not None and len(x) <= _MOST_ROWS:
+                return loss_and_gradients(self.params, x, batch.targets, self._row.layers)
         outputs = self.client.model(batch.inputs)
         objective = self.client.task.loss(outputs, batch.targets) if loss is None else loss(outputs, batch)
         return objective.detach(), list(torch.autograd.grad(objective, self.params, materialize_grads=True))
@@ -196,38 +202,62 @@ class Steps:
         for p in self.params:
             p.grad = None
 
-    def _row_in_one_call(self) -> Row | None:
-        """The network, if whole steps of it can be taken in one native call: plain SGD on the cross-entropy."""
-        client, method, row = self.client, self.method, self.client.model.row
-        plain = self._optimizer is None and method.clip == 0 and self._add is None and self._perturb is None
-        if row is None or not plain or not client.fused_steps or type(client.task) is not Classification:
+    def _native_row(self) -> Row | None:
+        """The network, if the gradients of the cross-entropy in it are those of one native call."""
+        client, row = self.client, self.client.model.row
+        if row is None or not client.fused_steps or type(client.task) is not Classification:
             return None
         every = [p is q for p, q in zip(self.params, client.model.trained, strict=False)]
         whole = all(every) and len(every) == len(self.params) == 2 * len(row.layers)
         smooth = client.task.label_smoothing != 0
         return row if whole and not smooth and row.is_plain() and is_native(client.model.dtype) else None
 
-    def _taken_in_one_call(self, several: Batch, batch_size: int, row: Row) -> Tensor | None:
+    def _are_plain(self) -> bool:
+        """Whether a step needs no more than the gradient and what SGD has."""
+        return self._optimizer is None and self.method.clip == 0 and self._add is None and self._perturb is None
+
+    @property
+    def native(self) -> bool:
+        """Whether steps on the task's loss, and on a :class:`Distillation`, are native calls."""
+        return self._whole is not None and self.method.batch_size <= _MOST_ROWS
+
+    def _inputs_of(self, several: Batch, row: Row) -> Tensor | None:
+        """The samples as the native calls take them; None where they do not."""
+        x = several.inputs
+        if not isinstance(x, Tensor) or not len(x) or x.dtype != self.client.model.dtype:
+            return None
+        if row.layers[0] == "conv_pool_relu" or x.dim() == 2:
+            return x
+        return x.flatten(1) if row.flattens else None
+
+    def _distilled(self, loss: Distillation, rows: Tensor) -> dict[str, Any] | None:
+        """A loss as the native call takes it; None if it does not."""
+        if loss.task != self.client.task or loss.teacher.dim() != 2 or loss.teacher.dtype != self.client.model.dtype:
+            return None
+        return {
+            "teacher": loss.teacher[rows],
+            "temperature": loss.temperature,
+            "soft_scale": loss.soft * loss.temperature**2,
+            "hard_scale": loss.hard,
+            "soft": loss.divergence,
+        }
+
+    def _taken_in_one_call(self, several: Batch, batch_size: int, row: Row, loss: Distillation | None) -> Tensor | None:
         """Whole steps without autograd; None, and nothing done, where the batches are not for it.
 
         Args:
             several: batches in a row.
             batch_size: how many samples each has, but the last.
             row: the network.
+            loss: in place of the task's.
 
         Returns:
             The loss where each step began.
         """
-        x = several.inputs
-        images = row.layers[0] == "conv_pool_relu"
-        if not isinstance(x, Tensor) or not len(x) or x.dtype != self.client.model.dtype:
+        x = self._inputs_of(several, row)
+        objective = {} if loss is None else self._distilled(loss, several.rows)
+        if x is None or objective is None or min(len(x), batch_size) > _MOST_ROWS:
             return None
-        if min(len(x), batch_size) > _MOST_ROWS:
-            return None
-        if not images and x.dim() != 2:
-            if not row.flattens:
-                return None
-            x = x.flatten(1)
         if self.taken == 0:
             self.client.trains(self.params)
         factor, momentum, first = self._factor(), self.method.momentum, self._momentum[0] is None
@@ -246,22 +276,26 @@ class Steps:
             weight_decay=self._options["weight_decay"],
             momentum_buffers=[m for m in self._momentum if m is not None],
             first=first,
+            **objective,
         )
         for _ in range(len(losses)):
             self._count(factor)
         return losses
 
-    def _taken_in_a_row(self, row: Row, length: Length, batches: str) -> Iterator[Tensor]:
+    def _taken_in_a_row(self, row: Row, length: Length, batches: str, loss: Distillation | None) -> Iterator[Tensor]:
         """The steps of a turn, several in one call; gives the loss where each began."""
         size = self.method.batch_size
         for several in self.client.batches_in_a_row(size, name=batches, **length):
-            losses = self._taken_in_one_call(several, size, row)
-            yield from map(self.take, several.cut(size)) if losses is None else losses.unbind()
+            losses = self._taken_in_one_call(several, size, row, loss)
+            if losses is None:
+                yield from (self.take(batch, loss) for batch in several.cut(size))
+            else:
+                yield from losses.unbind()
 
     def take(self, batch: Batch, loss: Loss | None = None) -> Tensor:
         """A whole step on a batch; returns the loss where it began."""
-        if self._row is not None and loss is None:
-            losses = self._taken_in_one_call(batch, len(batch.rows), self._row)
+        if self._whole is not None and (loss is None or isinstance(loss, Distillation)):
+            losses = self._taken_in_one_call(batch, len(batch.rows), self._whole, loss)
             if losses is not None:
                 return losses[0]
         objective, gradients = self.gradients(batch, loss)
@@ -298,8 +332,9 @@ class Steps:
         client.model.module.train()  # all of it: what a turn before has set for a part must not last
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
-        if self._row is not None and loss is None and not self._scheduled:
-            return mean_loss(self._taken_in_a_row(self._row, length, batches))
+        native = loss is None or isinstance(loss, Distillation)
+        if self._whole is not None and native and not self._scheduled:
+            return mean_loss(self._taken_in_a_row(self._whole, length, batches, loss))
         recorded = RecordedSteps(self) if client.graphs and loss is None and self._is_the_same_every_time() else None
         given = client.batches(method.batch_size, name=batches, **length)
         return mean_loss(self.take(batch, loss) if recorded is None else recorded(batch) for batch in given)

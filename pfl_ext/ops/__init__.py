@@ -8,7 +8,7 @@ from .prepared import Prepared, prepare
 from .proximal import proximal_sgd_step_, squared_distance
 from .sharpness import layer_groups, lwsam_perturb_, personalization_scores, restore_
 from .spectral import SpectralTeacher, spectral_divergence, spectrum
-from .training import train_steps_
+from .training import loss_and_gradients, train_steps_
 
 __all__ = [
     "Prepared",
@@ -21,6 +21,7 @@ __all__ = [
     "ensemble_logits",
     "layer_groups",
     "linear_relu",
+    "loss_and_gradients",
     "lwsam_perturb_",
     "personalization_scores",
     "prepare",

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pfl_ext.algorithms import FedDF, PerAda, PersFL
-from pfl_ext.algorithms.persfl import _objective
 from pfl_ext.algorithms.server_distillation import distil
 from pfl_ext.data import PARTITIONERS, Dataset
-from pfl_ext.federation import Federation, Server, Settings, Uploads, WorkingModel
+from pfl_ext.federation import Batch, Distillation, Federation, Server, Settings, Uploads, WorkingModel
 from pfl_ext.tasks import Classification, NextToken, Pixels, Regression, Task
 
 DRAW = torch.Generator().manual_seed(5)
@@ -148,14 +147,16 @@ def _divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         (Pixels(), (2, 3, 2, 2), torch.tensor([[[0, -100], [2, 1]], [[1, 1], [0, 2]]])),
     ],
 )
-def test_persfl_trains_the_tasks_loss_and_the_teachers_rows_that_count(
+def test_distillation_is_the_tasks_loss_and_the_teachers_rows_that_count(
     task: Task, shape: tuple[int, ...], targets: Tensor
 ) -> None:
     student, teacher = (torch.randn(shape, dtype=torch.float64, generator=DRAW) for _ in range(2))
     counts = targets.flatten() != -100
     imitation = _divergence(task.rows(student)[counts], task.rows(teacher)[counts], 2.0)
     expected = 0.7 * task.loss(student, targets) + 0.3 * imitation
-    torch.testing.assert_close(_objective(task, student, teacher, targets, 0.3, 2.0, "kl"), expected)
+    loss = Distillation(task, teacher, hard=0.7, soft=0.3, temperature=2.0)
+    found = loss(student, Batch(student, targets, torch.arange(len(student))))
+    torch.testing.assert_close(found, expected)
 
 
 def test_persfl_distils_tokens() -> None:

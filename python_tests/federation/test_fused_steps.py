@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pfl_ext import _native
-from pfl_ext.algorithms import SCAFFOLD, Ditto, FedAvg, FedProx, FedSAM
+from pfl_ext.algorithms import SCAFFOLD, Ditto, FedAvg, FedProx, FedSAM, PerFedAvg, PersFL
 from pfl_ext.data import Dataset, Partition
 from pfl_ext.federation import Client, Federation, Method, Settings, steps
 from pfl_ext.tasks import Classification, Task
@@ -19,18 +19,29 @@ from pfl_ext.tasks import Classification, Task
 needs_library = pytest.mark.skipif(_native.isa() is None, reason="needs the CPU library")
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of samples of the native steps."""
+def _noted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """The numbers of samples that a native function is called with."""
     seen: list[int] = []
-    original = steps.train_steps_
+    original = getattr(steps, name)
 
-    def noted(params: list[Tensor], x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def noted(params: list[Tensor], x: Tensor, *rest: Any, **options: Any) -> Any:
         seen.append(len(x))
         return original(params, x, *rest, **options)
 
-    monkeypatch.setattr(steps, "train_steps_", noted)
-    yield seen
+    monkeypatch.setattr(steps, name, noted)
+    return seen
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of samples of the native steps."""
+    return _noted(monkeypatch, "train_steps_")
+
+
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of samples of the native gradients."""
+    return _noted(monkeypatch, "loss_and_gradients")
 
 
 def _trained(
@@ -106,6 +117,52 @@ def test_images_are_stepped_in_one_call_too(calls: list[int]) -> None:
     _assert_close(mine, theirs, network)
 
 
+def _sgd(params: list[Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr, weight_decay=weight_decay)
+
+
+BY_GRADIENTS = {
+    "clipped": FedAvg(lr=0.1, batch_size=4, clip=1.0),
+    "a second gradient": FedSAM(lr=0.1, batch_size=4),
+    "something added": SCAFFOLD(lr=0.1, batch_size=4),
+    "another optimiser": FedAvg(lr=0.1, batch_size=4, optimizer=_sgd),
+    # Differences of gradients over 2 delta: rounding of a gradient is alpha / delta times as large in a step.
+    "differences": PerFedAvg(lr=0.1, batch_size=4, alpha=0.1, delta=0.1),
+}
+
+
+@needs_library
+@pytest.mark.parametrize("name", BY_GRADIENTS)
+def test_gradients_in_one_call_are_those_of_autograd_but_for_rounding(
+    name: str, network: nn.Module, dataset: Dataset, partition: Partition, gradients: list[int]
+) -> None:
+    mine = _trained(BY_GRADIENTS[name], network, dataset, partition)
+    assert gradients
+    gradients.clear()
+    theirs = _trained(BY_GRADIENTS[name], network, dataset, partition, fused_steps=False)
+    assert not gradients
+    _assert_close(mine, theirs, network)
+
+
+@needs_library
+@pytest.mark.parametrize("options", [{}, {"soft": "ce"}, {"soft_mean": "elements"}, {"momentum": 0.9}], ids=str)
+def test_distillation_in_native_calls_is_that_of_autograd_but_for_rounding(
+    options: dict[str, Any], network: nn.Module, dataset: Dataset, partition: Partition, calls: list[int]
+) -> None:
+    persfl = PersFL(
+        lr=0.1, batch_size=4, temperatures=(3.0,), lambdas=(0.5,), distill_epochs=2, grid="one-by-one", **options
+    )
+
+    def students(**more: Any) -> list[Tensor]:
+        run = Federation(persfl, copy.deepcopy(network), dataset, partition, Settings(rounds=2, **more))
+        *_, in_rounds, _ = (len(calls) for _ in run.rounds())
+        assert len(calls) - in_rounds == (0 if more else 2 * partition.clients)
+        return [torch.cat([p.flatten() for p in run.personal_model(k).parameters()]).detach() for k in range(6)]
+
+    for mine, theirs in zip(students(), students(fused_steps=False), strict=True):
+        _assert_close(mine, theirs, network)
+
+
 OTHERS: dict[str, tuple[Method, Task | None]] = {
     "clipped": (FedAvg(batch_size=4, clip=1.0), None),
     "a second gradient": (FedSAM(batch_size=4), None),
@@ -117,7 +174,7 @@ OTHERS: dict[str, tuple[Method, Task | None]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_other_steps_are_those_of_autograd(
+def test_other_steps_are_taken_by_themselves(
     what: str, network: nn.Module, dataset: Dataset, partition: Partition, calls: list[int], monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(steps, "_MOST_ROWS", 8)

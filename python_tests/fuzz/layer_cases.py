@@ -246,6 +246,11 @@ def _draw_training(choice: random.Random) -> dict[str, Any]:
         "weight_decay": choice.choice([0.0, 0.01]),
         "first": choice.random() < 0.3,
         "batch size": choice.choice([0, 0, 1, 3, samples, 2 * samples]),
+        "teacher": draw_tensor(choice, [samples, outputs], dtype, "normal", "contiguous"),
+        "temperature": choice.choice([0.5, 1.0, 9.0]),
+        "soft scale": choice.choice([0.0, 0.0, 0.5, 20.0]),
+        "hard scale": choice.choice([0.0, 0.5, 1.0]),
+        "cross-entropy": choice.random() < 0.3,
         "raw": raw,
     }
 
@@ -254,7 +259,11 @@ def _draw_training(choice: random.Random) -> dict[str, Any]:
 def train_steps(case: dict[str, Any], memory: Memory) -> Call:
     params, anchors, buffers = ([memory.make(t) for t in case[name]] for name in ("params", "anchors", "buffers"))
     x, targets, layers = memory.make(case["x"]), torch.tensor(case["targets"]), case["layers"]
+    teacher = memory.make(case["teacher"])
     lr, lam, mu, decay = (case[name] for name in ("lr", "lam", "momentum", "weight_decay"))
+    scales = [case[name] for name in ("temperature", "soft scale", "hard scale")]
+    objective = dict(zip(("temperature", "soft_scale", "hard_scale"), scales, strict=True))
+    objective["soft"] = "ce" if case["cross-entropy"] else "kl"
     wide = [[memory.before(t).double() for t in tensors] for tensors in (params, buffers, anchors)]
     numbers = [LAYERS.index(layer) for layer in layers]
     buffers, size = buffers if mu else [], case["batch size"]
@@ -262,13 +271,15 @@ def train_steps(case: dict[str, Any], memory: Memory) -> Call:
     def one_by_one(got: Tensor) -> str | None:
         """Steps in one call are those of a call for each batch: a bound for several would be too wide to say much."""
         written = [[memory.before(t) for t in some] for some in (params, buffers)]
-        options = {"anchors": anchors, "lam": lam, "momentum": mu, "weight_decay": decay}
+        options = {"anchors": anchors, "lam": lam, "momentum": mu, "weight_decay": decay, **objective}
         losses = [
             ops.train_steps_(
                 written[0], inputs, classes, layers, lr,
-                **options, momentum_buffers=written[1], first=case["first"] and step == 0,
+                **options, momentum_buffers=written[1], first=case["first"] and step == 0, teacher=known,
             )
-            for step, (inputs, classes) in enumerate(zip(x.split(size), targets.split(size), strict=True))
+            for step, (inputs, classes, known) in enumerate(
+                zip(x.split(size), targets.split(size), teacher.split(size), strict=True)
+            )
         ]  # fmt: skip
         pairs = zip([got, *params, *buffers], [torch.cat(losses), *written[0], *written[1]], strict=True)
         if NATIVE:
@@ -286,8 +297,15 @@ def train_steps(case: dict[str, Any], memory: Memory) -> Call:
         image = image.permute(0, 2, 3, 1) if image.dim() == 4 else image
         lists = [expected[0], expected[1] if mu else [], expected[2]]
         logits = _outputs(expected[0], image, numbers)
-        loss = OPS["train_steps_"].reference(*lists, image, targets, numbers, 0, lr, lam, mu, decay, case["first"])
-        if wrong := compare("loss", got, loss, 1 + 2 * logits.abs().max(), 1000, x.dtype):
+        known = memory.before(teacher).double()
+        loss = OPS["train_steps_"].reference(
+            *lists, image, targets, numbers, 0, lr, lam, mu, decay, case["first"], known, *scales, case["cross-entropy"]
+        )
+        temperature, soft, hard = scales
+        # Each term is sums of logits; of a divergence both distributions' logarithms, which nearly cancel.
+        size_of_loss = (hard + 1) * (1 + 2 * logits.abs().max())
+        size_of_loss += 2 * soft * (4 + (logits.abs().max() + known.abs().max()) / temperature)
+        if wrong := compare("loss", got, loss, size_of_loss, 1000, x.dtype):
             return wrong
         # A hundred roundings of the largest number of each tensor: beside ReLU's corner either side would be right,
         # but numbers that are drawn do not come that near to it.
@@ -305,14 +323,54 @@ def train_steps(case: dict[str, Any], memory: Memory) -> Call:
     if case["raw"]:
         inputs = x.permute(0, 2, 3, 1).contiguous() if x.dim() == 4 else x
         arguments = [params, buffers, anchors, inputs, targets, numbers, size, lr, lam, mu, decay, case["first"]]
+        arguments += [teacher, *scales, case["cross-entropy"]]
         return Call(torch.ops.pfl_ext.train_steps_, arguments, written=written, check=check, may_refuse=may_refuse)
     options = {"anchors": anchors, "lam": lam, "momentum": mu, "weight_decay": decay, "first": case["first"]}
-    options["batch_size"] = size
+    options |= {"batch_size": size, "teacher": teacher, **objective}
     return Call(
         ops.train_steps_,
         [params, x, targets, layers, lr],
         {**options, "momentum_buffers": buffers},
         written=written,
         check=check,
+        may_refuse=may_refuse,
+    )
+
+
+@covers("raw.loss_and_gradients_", "ops.loss_and_gradients", draw=_draw_training)
+def loss_and_gradients(case: dict[str, Any], memory: Memory) -> Call:
+    params, gradients = ([memory.make(t) for t in case[name]] for name in ("params", "buffers"))
+    x, targets, layers = memory.make(case["x"]), torch.tensor(case["targets"]), case["layers"]
+    numbers = [LAYERS.index(layer) for layer in layers]
+
+    def check(got: Tensor, found: list[Tensor]) -> str | None:
+        wide = [memory.before(t).double() for t in params]
+        image = memory.before(x).double()
+        image = image.permute(0, 2, 3, 1) if image.dim() == 4 else image
+        expected = [torch.empty_like(t) for t in wide]
+        loss = OPS["loss_and_gradients_"].reference(expected, wide, image, targets, numbers)
+        size = 1 + 2 * _outputs(wide, image, numbers).abs().max()
+        if wrong := compare("loss", got.view(1), loss, size, 1000, x.dtype):
+            return wrong
+        # Where p is near y, p - y is rounded as they are: however small the gradient is.
+        for mine, truth in zip(found, expected, strict=True):
+            if wrong := compare("gradient", mine, truth, 1 + truth.abs().max(), 1000, mine.dtype):
+                return wrong
+        return None
+
+    may_refuse = len(params[0].shape) == 4 and case["params"][0]["layout"] != "channels last"
+    if case["raw"]:
+        inputs = x.permute(0, 2, 3, 1).contiguous() if x.dim() == 4 else x
+        return Call(
+            torch.ops.pfl_ext.loss_and_gradients_,
+            [gradients, params, inputs, targets, numbers],
+            written=gradients,
+            check=lambda got: check(got, gradients),
+            may_refuse=may_refuse,
+        )
+    return Call(
+        ops.loss_and_gradients,
+        [params, x, targets, layers],
+        check=lambda got: check(*got),
         may_refuse=may_refuse,
     )

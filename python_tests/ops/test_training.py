@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pfl_ext import _native
-from pfl_ext.ops import proximal_sgd_step_, train_steps_
+from pfl_ext.ops import distillation_loss, loss_and_gradients, proximal_sgd_step_, train_steps_
 from pfl_ext.ops._declare import OPS
 
 
@@ -124,6 +124,93 @@ def test_in_float32_it_is_no_further_from_the_truth_than_autograd(device, name, 
         assert (a - truth).abs().max() <= 4 * (b - truth).abs().max() + 4 * unit
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_are_those_of_a_step_to_the_bit(device, name):
+    network, layers, x, targets, *_ = problem(name, torch.float32)
+    params = [p.detach() for p in network.parameters()]
+    before = [p.clone() for p in params]
+    loss, gradients = loss_and_gradients(params, x, targets, layers)
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    assert [g.stride() for g in gradients] == [p.stride() for p in params]
+    # The first step of momentum puts the gradient into its buffer.
+    buffers = [torch.full_like(p, 7) for p in params]
+    (expected,) = train_steps_(params, x, targets, layers, 0.1, momentum=0.9, momentum_buffers=buffers, first=True)
+    assert torch.equal(loss, expected)
+    assert all(torch.equal(g, b) for g, b in zip(gradients, buffers, strict=True))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_are_those_of_autograd(device, name):
+    network, layers, x, targets, *_ = problem(name, torch.float64)
+    params = list(network.parameters())
+    expected = F.cross_entropy(network(x), targets)
+    loss, gradients = loss_and_gradients(params, x, targets, layers)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(gradients, torch.autograd.grad(expected, params), strict=True):
+        assert not mine.requires_grad and theirs.abs().max() > 1e-3
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_may_lie_as_they_like_in_memory(device):
+    network, layers, x, targets, *_ = problem("mlp", torch.float32)
+    params = [p.detach() for p in network.parameters()]
+    room = torch.zeros(10_000)
+    moved, place = [], 3
+    for p in params:
+        moved.append(room[place : place + p.numel()].view(p.shape).copy_(p))
+        place += p.numel() + 5
+    found, expected = (loss_and_gradients(some, x, targets, layers)[1] for some in (moved, params))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+DISTILLED = [(1.0, 0.3, "kl"), (5.0, 0.75, "kl"), (25.0, 1.0, "kl"), (0.5, 0.5, "ce"), (9.0, 0.0, "kl")]
+
+
+@pytest.mark.parametrize(("temperature", "lam", "soft"), DISTILLED)
+@pytest.mark.parametrize("name", ["linear", "mlp", "two convolutions"])
+def test_a_step_of_distillation_is_that_of_autograd(device, name, temperature, lam, soft):
+    network, layers, x, targets, *_ = problem(name, torch.float64)
+    other = copy.deepcopy(network)
+    teacher = 3 * torch.randn(len(x), list(network.parameters())[-1].numel(), dtype=torch.float64)
+    loss = distillation_loss(other(x), teacher, targets, lam, temperature, soft)
+    expected = [
+        p.detach() - 0.1 * g
+        for p, g in zip(other.parameters(), torch.autograd.grad(loss, list(other.parameters())), strict=True)
+    ]
+    params = [p.detach() for p in network.parameters()]
+    (found,) = train_steps_(
+        params, x, targets, layers, 0.1,
+        teacher=teacher, temperature=temperature, soft_scale=lam * temperature**2, hard_scale=1 - lam, soft=soft,
+    )  # fmt: skip
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(params, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_each_step_has_its_own_rows_of_the_teacher(device):
+    network, layers, x, targets, *_ = problem("mlp", torch.float32, rows=23)
+    teacher, numbers = torch.randn(23, 10), {"temperature": 5.0, "soft_scale": 10.0, "hard_scale": 0.5}
+    again = [p.detach().clone() for p in network.parameters()]
+    params = [p.detach() for p in network.parameters()]
+    losses = train_steps_(params, x, targets, layers, 0.1, batch_size=10, teacher=teacher, **numbers)
+    parts = zip(x.split(10), targets.split(10), teacher.split(10), strict=True)
+    expected = [train_steps_(again, a, y, layers, 0.1, teacher=t, **numbers) for a, y, t in parts]
+    assert torch.equal(losses, torch.cat(expected))
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+
+
+def test_a_sure_teacher_has_a_finite_loss_and_a_nan_of_his_is_not_hidden(device):
+    params = [torch.zeros(3, 2), torch.zeros(3)]
+    teacher = torch.tensor([[0.0, -torch.inf, -1000.0]])
+    more = {"soft_scale": 1.0, "hard_scale": 0.0}
+    (loss,) = train_steps_(params, torch.ones(1, 2), torch.tensor([1]), ["linear"], 1.0, teacher=teacher, **more)
+    assert float(loss) == pytest.approx(float(torch.tensor(3.0).log()))
+    assert params[1].tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    teacher[0, 1] = torch.nan
+    (loss,) = train_steps_(params, torch.ones(1, 2), torch.tensor([1]), ["linear"], 1.0, teacher=teacher, **more)
+    assert loss.isnan() and params[1].isnan().all()
+
+
 def test_the_loss_and_its_gradient_of_large_logits_are_right(device):
     bias = torch.tensor([1000.0, -1000.0, 999.0])
     (loss,) = train_steps_([torch.zeros(3, 2), bias], torch.ones(2, 2), torch.tensor([0, 2]), ["linear"], 1.0)
@@ -146,8 +233,11 @@ def test_what_is_not_finite_is_not_hidden(device, value):
 def test_the_same_bits_with_any_number_of_threads(name, on_every_isa):
     def step():
         network, layers, x, targets, anchors, buffers = problem(name, torch.float32, rows=33)
-        loss, params = by_the_op(network, layers, x, targets, anchors, buffers, **OPTIONS["all"])
-        return [loss, *params, *buffers]
+        params = [p.detach() for p in network.parameters()]
+        of_batch, gradients = loss_and_gradients(params, x, targets, layers)
+        distilled = {"teacher": torch.randn(33, params[-1].numel()), "temperature": 5.0, "soft_scale": 12.5}
+        loss, params = by_the_op(network, layers, x, targets, anchors, buffers, **OPTIONS["all"], **distilled)
+        return [of_batch, *gradients, loss, *params, *buffers]
 
     found = on_every_isa(step)
     for (isa, _), tensors in found.items():
@@ -171,6 +261,20 @@ WRONG = {
         lambda g: g.update(momentum_buffers=[torch.zeros(2)] * 4, momentum=0.5),
         "tensor 0 of momentum_buffers",
     ),
+    "no teacher": (lambda g: g.update(soft_scale=1.0), "soft_scale is 1"),
+    "a teacher of other classes": (lambda g: g.update(soft_scale=1.0, teacher=torch.zeros(10, 9)), "teacher.* float32"),
+    "a teacher of other samples": (lambda g: g.update(soft_scale=1.0, teacher=torch.zeros(9, 10)), "teacher.* float32"),
+    "a teacher of another type": (
+        lambda g: g.update(soft_scale=1.0, teacher=torch.zeros(10, 10, dtype=torch.float64)),
+        "teacher.* float64",
+    ),
+    "a temperature of zero": (lambda g: g.update(temperature=0.0), "temperature is 0"),
+    "an infinite scale": (lambda g: g.update(soft_scale=float("inf")), "scales of the soft"),
+    "an unknown soft term": (lambda g: g.update(soft="js"), "soft='js' is not known"),
+    "a teacher in the weights": (
+        lambda g: g.update(soft_scale=1.0, teacher=g["params"][0].view(-1)[:100].view(10, 10)),
+        "overlap",
+    ),
     "the weight as a batch": (lambda g: g.update(x=g["params"][0][:10]), "overlap"),
 }
 
@@ -189,6 +293,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(what):
     assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
+GRADIENTS_OF = {what: WRONG[what] for what in list(WRONG)[: list(WRONG).index("a negative size")]}
+
+
+@pytest.mark.skipif(_native.isa() is None, reason="needs the CPU library")
+@pytest.mark.parametrize("what", GRADIENTS_OF)
+def test_what_does_not_fit_has_no_gradients(what):
+    network, layers, x, targets, *_ = problem("mlp", torch.float32)
+    given = {"params": [p.detach() for p in network.parameters()], "x": x, "targets": targets, "layers": layers}
+    change, message = WRONG[what]
+    change(given)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        loss_and_gradients(**given)
+
+
 @pytest.mark.skipif(_native.isa() is None, reason="needs the CPU library")
 def test_weights_of_convolutions_in_another_order_are_refused():
     network, layers, x, targets, *_ = problem("two convolutions", torch.float32)
@@ -202,15 +320,19 @@ def test_a_layer_that_is_none_is_refused(run, layer):
     network, _, x, targets, *_ = problem("mlp", torch.float32)
     params = [p.detach() for p in network.parameters()]
     with pytest.raises((ValueError, RuntimeError), match="0, 1 and 2 are accepted"):
-        run(params, [], [], x, targets, [layer, 2], 4, 0.1, 0.0, 0.0, 0.0, False)
+        run(params, [], [], x, targets, [layer, 2], 4, 0.1, 0.0, 0.0, 0.0, False, None, 1.0, 0.0, 1.0, False)
 
 
-def test_the_op_passes_opcheck(device_type):
+def test_the_ops_pass_opcheck(device_type):
     network, _, x, targets, anchors, buffers = problem("mlp", torch.float64)
+    teacher = torch.randn(10, 10, dtype=torch.float64)
     params = [p.detach() for p in network.parameters()]
     torch.library.opcheck(
-        OPS["train_steps_"].overload, (params, buffers, anchors, x, targets, [1, 2], 4, 0.1, 0.2, 0.9, 0.01, False)
+        OPS["train_steps_"].overload,
+        (params, buffers, anchors, x, targets, [1, 2], 4, 0.1, 0.2, 0.9, 0.01, False, teacher, 5.0, 10.0, 0.5, False),
     )
+    gradients = [torch.empty_like(p) for p in params]
+    torch.library.opcheck(OPS["loss_and_gradients_"].overload, (gradients, params, x, targets, [1, 2]))
 
 
 def test_autograd_learns_of_the_step():
