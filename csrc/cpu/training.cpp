@@ -139,7 +139,11 @@ class LocalSteps {
   LocalSteps(const char* op, const TensorList& params, const TensorList& buffers, const TensorList& anchors,
              const Tensor& x, const Tensor& targets, const std::vector<int64_t>& kinds, int64_t batch_size,
              const ProximalStep& how, const Objective& objective, const std::optional<Tensor>& teacher)
-      : op_(op), how_(how), objective_(objective), has_anchors_(how.lam != 0), has_buffers_(how.mode != Momentum::kNone) {
+      : op_(op),
+        how_(how),
+        objective_(objective),
+        has_anchors_(how.lam != 0),
+        has_buffers_(how.mode != Momentum::kNone) {
     std::vector<glue::ListRole> roles{{"params", params, true}};
     if (has_anchors_) roles.push_back({"anchors", anchors, false});
     if (has_buffers_) roles.push_back({"momentum_buffers", buffers, true});
@@ -500,8 +504,8 @@ Tensor train_steps_(const TensorList& params, const TensorList& buffers, const T
   return losses;
 }
 
-Tensor loss_and_gradients_(const TensorList& gradients, const TensorList& params, const Tensor& x, const Tensor& targets,
-                           const std::vector<int64_t>& layers) {
+Tensor loss_and_gradients_(const TensorList& gradients, const TensorList& params, const Tensor& x,
+                           const Tensor& targets, const std::vector<int64_t>& layers) {
   LocalSteps steps("pfl_ext::loss_and_gradients_", gradients, params, x, targets, layers);
   Tensor loss = torch::stable::new_empty(x, {1});
   steps.run(loss.mutable_data_ptr());

@@ -113,8 +113,8 @@ class Compute(Options):
     threads: int = option(1, "threads of each process; unlike workers this may change the last bits")
     fused_steps: bool = option(
         True,
-        "take the steps of small networks, or their gradients, in one native call where it can be done: the same sums as "
-        "autograd's, in another order",
+        "take the steps of small networks, or their gradients, in one native call where it can be done: the same sums "
+        "as autograd's, in another order",
     )
     device: str = option("cpu", "where data, models and clients' vectors are, such as cuda; workers need cpu")
     graphs: bool = option(

@@ -332,8 +332,7 @@ class Steps:
         client.model.module.train()  # all of it: what a turn before has set for a part must not last
         if client.privacy is not None:
             return mean_loss(self._train_privately(loss, length, batches))
-        native = loss is None or isinstance(loss, Distillation)
-        if self._whole is not None and native and not self._scheduled:
+        if self._whole is not None and not self._scheduled and (loss is None or isinstance(loss, Distillation)):
             return mean_loss(self._taken_in_a_row(self._whole, length, batches, loss))
         recorded = RecordedSteps(self) if client.graphs and loss is None and self._is_the_same_every_time() else None
         given = client.batches(method.batch_size, name=batches, **length)

@@ -5,8 +5,8 @@ r"""Whole local steps in one call: layers, loss, gradients and steps of SGD.
 .. math:: v \leftarrow v - \eta\, (\nabla L(v) + \delta v + \lambda (v - w))
 
 or the same for the distillation of a teacher's logits, with momentum as in :func:`~pfl_ext.ops.proximal_sgd_step_`. For
-a small network autograd takes as long as the kernels that it calls, and gradients are written to memory to be read once.
-Here neither is there.
+a small network autograd takes as long as the kernels that it calls, and gradients are written to memory to be read
+once. Here neither is there.
 
 :func:`loss_and_gradients` gives L and its gradients alone, for what is no such step: sharpness-aware steps, differences
 of gradients, other optimisers.
