@@ -55,7 +55,7 @@ from .metrics import scale_of
 from .nn.adapters import adapter_parameters, head_of
 from .nn.networks import build
 from .options import nearest
-from .reports import ResultsFolder, Spread, folder_name, per_user, rounds_to_converge
+from .reports import ResultsFolder, Spread, folder_name, per_user, read_config, rounds_to_converge
 from .reports.virtual_time import Timed
 from .toml import read_toml
 
@@ -222,10 +222,10 @@ class Runs:
                 self._first.setdefault(point.comparison.identity(label), point.folder)
 
     def of(self, method: str, point: Mapping[str, Any]) -> list[ResultsFolder]:
-        """The runs of a method or variant at a point of the sweep, one a seed; none where they were not made."""
+        """The runs of a method or variant at a point of the sweep, one a seed; those that came to their end."""
         place = self.place(method, point)
         found = [] if place is None else sorted(place.glob(f"{folder_name(method)}-seed*"), key=_seed)
-        return [ResultsFolder.open(path) for path in found if (path / "metrics.jsonl").is_file()]
+        return [ResultsFolder.open(path) for path in found if _is_over(path)]
 
     def place(self, method: str, point: Mapping[str, Any]) -> Path | None:
         """The folder that they are in; None where the file makes no such runs."""
@@ -291,6 +291,14 @@ def _spread(values: Sequence[float]) -> Spread | float:
     """The mean of the seeds, with their spread where there are several."""
     mean = float(np.mean(values))
     return mean if len(values) == 1 else Spread(mean, float(np.std(values, ddof=1)))
+
+
+def _is_over(folder: Path) -> bool:
+    """Whether a folder has a run that did not diverge, nor was killed, before its last round."""
+    if not (folder / "metrics.jsonl").is_file():
+        return False
+    last = ResultsFolder.open(folder).records()[-1:]
+    return bool(last) and last[0]["round"] >= read_config(folder)["federation"]["rounds"]
 
 
 def _matches(

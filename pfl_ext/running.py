@@ -18,7 +18,7 @@ from torch import nn
 from .data import Dataset, Partition
 from .engines import kept_processes, restarted
 from .experiment import Experiment, restored
-from .federation import Federation
+from .federation import Diverged, Federation
 from .metrics import digits_of, scale_of
 from .reports import (
     CONFIG,
@@ -211,12 +211,17 @@ class Compared(Mapping[str, Run]):
 
     folder: Path
     runs: Mapping[str, Sequence[Run]]
-    """All of them, one for each seed."""
+    """All that came to their end, one for each seed."""
     look: Look
     folders: Mapping[str, Sequence[ResultsFolder]] = field(repr=False)
+    """Of the methods and variants of which at least one run did."""
+    diverged: Mapping[str, Sequence[str]]
+    """For each method and variant what its other runs said when they diverged; these are in no table."""
 
     def __getitem__(self, label: str) -> Run:
-        """The run of a method or variant, with the first seed."""
+        """The run of a method or variant, with the first seed that did not diverge."""
+        if label in self.runs and not self.runs[label]:
+            raise KeyError(f"all runs of {label} diverged: {self.diverged[label][0]}")
         return self.runs[label][0]
 
     def __iter__(self) -> Iterator[str]:
@@ -229,7 +234,20 @@ class Compared(Mapping[str, Run]):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each method or variant (:func:`pfl_ext.reports.comparison`)."""
-        return comparison(self.folders, self.look.metric or "", self.look.statistic)
+        return self._with_diverged(comparison(self.folders, self.look.metric or "", self.look.statistic))
+
+    def tails(self) -> list[dict[str, Any]]:
+        """Likewise the mean over clients and over their lowest and highest 5 % (:func:`pfl_ext.reports.tails`)."""
+        return self._with_diverged(tails(self.folders, self.look.metric or ""))
+
+    def _with_diverged(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The rows with how many runs diverged, if any did, and with those of methods all of whose runs did."""
+        if not any(self.diverged.values()):
+            return [dict(row) for row in rows]
+        found = {str(row["method"]): row for row in rows}
+        return [
+            {"method": label, "diverged": len(self.diverged[label])} | {**found.get(label, {})} for label in self.runs
+        ]
 
     def __str__(self) -> str:
         """The comparison as a table for the terminal."""
@@ -251,6 +269,8 @@ def run_all(
 ) -> tuple[Compared, Dataset, Partition]:
     """Run them one after the other, each in a folder of its own; returns these by label, and the data of the last.
 
+    A run that diverges does not end the others: its folder has what it had done, and no table has it.
+
     Args:
         experiments: every run by its label.
         folder: their folders are in it.
@@ -259,6 +279,7 @@ def run_all(
         where: stands in it beside the label and the seed, such as the point of a sweep.
     """
     runs: dict[str, list[Run]] = {label: [] for label, _ in experiments}
+    diverged: dict[str, list[str]] = {label: [] for label, _ in experiments}
     made: dict[int, tuple[Dataset, Partition]] = {}
     several = len({experiment.settings.seed for _, experiment in experiments}) > 1
     with output.workers():
@@ -268,10 +289,16 @@ def run_all(
                 made = {seed: experiment.make_data()}  # one at a time: they are large
             look = look.of(experiment.make_task(made[seed][0]).metric)
             parts = (label, f"seed {experiment.settings.seed}" if several else "", where)
-            _run(own, experiment, *made[seed], output, look, ", ".join(part for part in parts if part), progress)
-            runs[label].append(Run(own, experiment, look))
-    folders = {label: [run.results for run in some] for label, some in runs.items()}
-    return Compared(folder, runs, look, folders), *made[seed]
+            title = ", ".join(part for part in parts if part)
+            try:
+                _run(own, experiment, *made[seed], output, look, title, progress)
+            except Diverged as error:  # the others have their results all the same
+                diverged[label].append(f"{title}: {error}")
+                progress.message(f"{title}: {error}. The next run begins")
+            else:
+                runs[label].append(Run(own, experiment, look))
+    folders = {label: [run.results for run in some] for label, some in runs.items() if some}
+    return Compared(folder, runs, look, folders, diverged), *made[seed]
 
 
 @contextlib.contextmanager
@@ -306,9 +333,9 @@ def compare_all(
     with with_config(output.folder, config), Progress(labels, quiet=output.quiet) as progress:
         found, dataset, partition = run_all(experiments, output.folder, output, look, progress)
     write_tables(found.rows(), output.folder, "comparison", found.look)
-    write_tables(tails(found.folders, found.look.metric or ""), output.folder, "tails", found.look, whole=True)
+    write_tables(found.tails(), output.folder, "tails", found.look, whole=True)
     (output.folder / "users.md").write_text(users(found.folders, found.look.metric or ""), encoding="utf-8")
-    if output.plots:
+    if output.plots and found.folders:
         draw(found.folders, output.folder, dataset, partition, found.look)
     return found
 

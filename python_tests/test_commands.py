@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import csv
+import math
 import multiprocessing
 import os
 import random
 import re
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import command_process
 import pytest
+from torch import Tensor
 
+import pfl_ext
+from pfl_ext.algorithms import FedAvg
 from pfl_ext.cli import main
 from pfl_ext.data import Partition
+from pfl_ext.federation import Client
 from pfl_ext.reports import ResultsFolder, read_config
 
 QUICK = ["--data", "digits", "--clients", "5", "--rounds", "3", "--lr", "0.1", "--quiet", "--no-plots"]
@@ -189,6 +194,59 @@ def test_the_tables_can_be_of_another_metric(
     auc = _metrics(run.parent)[-1]["models"]["global"]["test"]["auc"]["mean"]
     assert f" {100 * auc:.2f} " in capsys.readouterr().out
     assert f" {100 * auc:.2f} " in (tmp_path / "tails.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "table"), [(["compare"], "comparison"), (["sweep", "--vary", "method.mu=0.1,1"], "sweep")]
+)
+def test_a_run_that_diverges_ends_no_other_and_is_in_no_table(
+    command: list[str], table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hot = ["--set", "fedavg.lr=1e30", "--seeds", "0,1", "--output", str(tmp_path)]
+    assert main([command[0], "fedavg", "fedprox", *command[1:], *QUICK, *hot]) == 1
+    said = capsys.readouterr()
+    assert said.err.count("left out of the tables: fedavg, seed") == 2 and "client 0 diverged in round 1" in said.err
+    with (tmp_path / f"{table}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    of_fedavg, *of_fedprox = rows
+    assert (of_fedavg["method"], of_fedavg["diverged"], of_fedavg["global: local test"]) == ("fedavg", "2", "")
+    for row in of_fedprox:
+        assert row["method"] == "fedprox" and row["diverged"] in ("0", "")  # of another point it says nothing
+        assert float(row["global: local test"]) > 50
+    (printed,) = (line.replace(" ", "") for line in said.out.splitlines() if "| fedavg " in line)
+    assert "|fedavg|2|-|" in printed
+    assert (tmp_path / "tails.md").read_text().count("fedavg") == 1
+
+
+def test_a_mean_is_over_the_seeds_that_did_not_diverge(tmp_path: Path) -> None:
+    class Hot(FedAvg):
+        """Diverges with seed 1 alone."""
+
+        name = "hot"
+
+        def train(self, client: Client, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            bad = math.nan if client._settings.seed == 1 else 1
+            return {name: bad * vector for name, vector in super().train(client, received).items()}
+
+    options = {"data": "digits", "clients": 3, "rounds": 1, "quiet": True, "plots": False}
+    found = pfl_ext.compare([Hot, "ditto"], seeds=[0, 1, 2], output=tmp_path, **options)
+    assert [(row["diverged"], row["seeds"]) for row in found.rows()] == [(1, 2), (0, 3)]
+    assert len(found.diverged["hot"]) == 1 and "hot, seed 1: client 0 diverged" in found.diverged["hot"][0]
+    alone = pfl_ext.compare([Hot], seeds=[0, 2], output=tmp_path / "alone", **options)
+    assert found.rows()[0]["global: local test"] == alone.rows()[0]["global: local test"]
+    with pytest.raises(KeyError, match="all runs of hot diverged"):
+        pfl_ext.compare([Hot], seeds=[1], output=tmp_path / "none", **options)["hot"]
+
+
+def test_what_the_command_line_does_not_override_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text('methods = ["fedavg", "ditto"]\n[federation.ditto]\nrounds = 2\n', encoding="utf-8")
+    options = ["--data", "digits", "--clients", "3", "--rounds", "1", "--quiet", "--no-plots"]
+    assert main(["compare", "--config", str(file), *options, "--output", str(tmp_path / "out")]) == 0
+    assert "note: rounds is 1 but for those with a value in a table of their own" in (said := capsys.readouterr().err)
+    assert said.count("note") == 1 and said.rstrip().endswith("ditto 2")
+    rounds = [read_config(tmp_path / "out" / f"{name}-seed0")["federation"]["rounds"] for name in ("fedavg", "ditto")]
+    assert rounds == [1, 2]
 
 
 def test_landscape_draws_the_models_of_runs_without_changing_their_folders(

@@ -11,7 +11,7 @@ from pfl_ext.experiment import Experiment
 from pfl_ext.reports import Look, on_terminal
 from pfl_ext.running import Output, compare_all, data_name
 
-from .comparing import compared, more_columns
+from .comparing import compared, more_columns, status_of
 from .flags import known_flags
 from .parser import UsageError
 from .parsing import explained, output_of
@@ -53,4 +53,4 @@ def execute(request: Request) -> int:
     print(on_terminal(str(found), sys.stdout))
     where = f"results in {request.output.folder}{more_columns(request.look)}"
     print(f"compared on {request.experiments[0][1].data}: {where}")
-    return 0
+    return status_of([what for some in found.diverged.values() for what in some])

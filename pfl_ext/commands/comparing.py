@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from .parser import Parser, UsageError
 from .parsing import Basis, Words, add_data, add_output, add_settings, hide_rare, listed, look_of, words_of
 from .trust import load_code
 
-__all__ = ["Compared", "compared", "more_columns"]
+__all__ = ["Compared", "compared", "more_columns", "status_of"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
     if not methods:
         raise UsageError(f"name the methods to compare; known are {', '.join(METHODS)}")
     sections = words.over(configuration.sections)
+    _say_what_is_not_overridden(words.tables, configuration.sections, methods)
     _set_own(sections, rest["set"], methods)
     for label in methods:
         name = method_of(label, sections)
@@ -69,6 +71,13 @@ def more_columns(look: Look) -> str:
     """What is said below a table of some columns."""
     some = look.columns is None and look.style != "csv"
     return " (the files there have all columns; --columns chooses)" if some else ""
+
+
+def status_of(diverged: Sequence[str]) -> int:
+    """The exit status of a comparison, after saying which of its runs diverged."""
+    for what in diverged:
+        print(f"left out of the tables: {what}", file=sys.stderr)
+    return 1 if diverged else 0
 
 
 def _add_options(parser: Parser, command: str, basis: Basis) -> None:
@@ -116,6 +125,22 @@ def _set_own(sections: dict[str, dict[str, Any]], settings: Sequence[str], metho
             load_code("optimizer", value, trusted=True)
         own = sections.setdefault("method", {})
         own[method] = {**own.get(method, {}), name: value}
+
+
+def _say_what_is_not_overridden(
+    words: Mapping[str, Mapping[str, Any]], sections: Mapping[str, Mapping[str, Any]], methods: Sequence[str]
+) -> None:
+    """Note the options of the command line that do not reach methods, as these have values of their own in the file."""
+    for section, table in words.items():
+        for option, value in table.items():
+            own = {label: sections.get(section, {}).get(label) for label in methods}
+            kept = [f"{label} {t[option]}" for label, t in own.items() if isinstance(t, Mapping) and option in t]
+            if kept:
+                print(
+                    f"note: {option} is {value} but for those with a value in a table of their own, [{section}.NAME] "
+                    f"of the configuration: {', '.join(kept)}",
+                    file=sys.stderr,
+                )
 
 
 def _varied(settings: Sequence[str]) -> dict[str, list[str]]:

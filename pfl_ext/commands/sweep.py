@@ -10,11 +10,11 @@ from typing import Any
 
 from pfl_ext.comparison import Point, points
 from pfl_ext.experiment import Experiment
-from pfl_ext.reports import Look, Progress, Runs, on_terminal, option_curves, tails, users
+from pfl_ext.reports import Look, Progress, Runs, on_terminal, option_curves, users
 from pfl_ext.running import Output, data_name, folders_of, printed, run_all, with_config, write_tables
 from pfl_ext.runs import draw
 
-from .comparing import compared, more_columns
+from .comparing import compared, more_columns, status_of
 from .flags import known_flags
 from .parser import UsageError
 from .parsing import explained, output_of
@@ -82,31 +82,33 @@ def _run(request: Request, output: Output, look: Look, progress: Progress) -> in
     rows: list[dict[str, Any]] = []
     tail_rows: list[dict[str, Any]] = []
     curves: list[tuple[Mapping[str, Any], Runs]] = []
+    diverged: list[str] = []
     of_method = {name: name.startswith("method.") for name in request.points[0][0].values}
     varied = _short(of_method)
     for point, some in request.points:
         where = ", ".join(f"{name}={value}" for name, value in _short(point.values).items())
         found, dataset, partition = run_all(some, output.folder / point.folder, output, look, progress, where)
         runs, look = found.folders, found.look
-        if output.plots:
+        diverged += [what for some in found.diverged.values() for what in some]
+        if output.plots and runs:
             draw(runs, output.folder / point.folder, dataset, partition, look)
         (output.folder / point.folder / "users.md").write_text(users(runs, look.metric or ""), encoding="utf-8")
-        both = (found.rows(), tails(runs, look.metric or ""))
-        for row, of_tails in zip(*both, strict=True):
+        for row, of_tails in zip(found.rows(), found.tails(), strict=True):
             applies = point.applies[str(row["method"])]
             own = {name: value if name in applies else None for name, value in point.values.items()}
             rows.append({**_short(own), **row})
             tail_rows.append({**_short(own), **of_tails})
-        curves.append((point.values, runs))
+        if runs:
+            curves.append((point.values, runs))
         write_tables(rows, output.folder, "sweep", look, varied=varied)
         write_tables(tail_rows, output.folder, "tails", look, varied=varied, whole=True)
     progress.close()
     print(on_terminal(printed(rows, look, varied=varied), sys.stdout))
     experiments = [made for _, some in request.points for _, made in some]
-    if output.plots:
+    if output.plots and curves:
         _draw(curves, output.folder, look.metric or "", any(made.settings.new_clients for made in experiments))
     print(f"{len(request.points)} points on {experiments[0].data}: results in {output.folder}{more_columns(look)}")
-    return 0
+    return status_of(diverged)
 
 
 def _short(values: Mapping[str, Any]) -> dict[str, Any]:

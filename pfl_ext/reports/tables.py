@@ -165,7 +165,7 @@ def main_columns(rows: Sequence[Mapping[str, object]], first: Sequence[str] = ()
     The local test of the personal and of the global model (of others, if there are neither), on the global test set
     where clients are not evaluated; then what was asked for beside it, such as extra test sets and new clients; and the
     lowest 5 % of the clients. The last ones are left out where they do not fit. After the first, where rows differ in
-    it, over how many clients their means are.
+    it, over how many clients their means are; before it, where some did, how many runs diverged.
 
     Args:
         rows: those of `comparison`, in a sweep with the options that differ.
@@ -186,6 +186,8 @@ def main_columns(rows: Sequence[Mapping[str, object]], first: Sequence[str] = ()
     chosen += [column for column in ("lowest 5 %",) if column in columns]
     if len({str(row.get("clients")) for row in rows}) > 1:  # means over different clients do not compare
         chosen.insert(1, "clients")
+    if "diverged" in columns:  # so are means over different seeds
+        chosen.insert(0, "diverged")
     while len(chosen) > 1 and _width(rows, [*first, "method", *chosen], digits) > WIDTH:
         chosen.pop()
     return [*first, "method", *chosen]

@@ -50,6 +50,17 @@ def test_every_table_has_scaled_down_files_that_fill_some_of_it(item: Item, tmp_
     assert not cells or any(runs[cell["file"]].place(cell["method"], cell["point"]) is not None for cell in cells)
 
 
+def test_a_run_that_ended_early_is_in_no_table(tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    file.write_text('methods = ["fedavg"]\nseeds = [0, 1]\n[data]\nname = "digits"\n[federation]\nrounds = 2\n')
+    assert main(["compare", "--config", str(file), "--quiet", "--no-plots", "--output", str(tmp_path / "out")]) == 0
+    runs = Runs(file, tmp_path / "out", {})
+    both = runs.of("fedavg", {})
+    assert len(both) == 2
+    both[1].truncate(1)  # as a run that diverged or was killed leaves it
+    assert [folder.path for folder in runs.of("fedavg", {})] == [both[0].path]
+
+
 @pytest.mark.parametrize("name", ["table2", "table3", "table4a", "table4b", "table6"])
 def test_persfls_printed_means_and_deviations_are_those_of_the_users_above_them(name: str) -> None:
     item = papers()["persfl"][name]
