@@ -84,7 +84,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sites() -> type:
-    engine, use, _ = _blocks("extending.md")
+    engine, use, *_ = _blocks("extending.md")
     kind: type = _executed("extending.md", engine, use)["Sites"]
     return kind
 
@@ -200,6 +200,24 @@ def test_the_example_option_is_everywhere_that_the_page_says(
     varied = ["sweep", "careful.py:Careful", "--vary", "method.share=0.5,1", "--rounds", "1", "--output", "swept"]
     assert main([*varied, "--quiet", "--no-plots", "--local-steps", "2"]) == 0
     assert "share" in capsys.readouterr().out
+
+
+def test_the_example_loss_is_stepped_natively_and_its_teacher_matters() -> None:
+    taught = _executed("extending.md", _blocks("extending.md")[3])["Taught"]
+    data = load("digits")
+    partition = PARTITIONERS["dirichlet"](data, 3, generator=stream(0, "partition"), alpha=0.5)
+    models = []
+    for imitation, fused in ((0.0, True), (0.5, True), (0.5, False)):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        method = taught(lr=0.1, imitation=imitation)
+        run = Federation(method, network, data, partition, Settings(rounds=3, fused_steps=fused))
+        run.run()
+        models.append(run.server["model"])
+    alone, native, plain = models
+    assert (alone - native).abs().max() > 1e-3
+    torch.testing.assert_close(native, plain, rtol=0, atol=1e-5)
+    assert not torch.equal(native, plain)  # the sums have another order
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "extending.md", "glossary.md", "methods.md"])

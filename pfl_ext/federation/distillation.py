@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,6 +34,9 @@ class Distillation:
         hard, soft: weights of the terms, not negative, not both 0.
         temperature: T.
         divergence: ``"kl"``, or ``"ce"`` for the cross-entropy in its place, which has the same gradient.
+
+    Raises:
+        ValueError: a weight or the temperature is none of these.
     """
 
     task: Task
@@ -41,6 +45,16 @@ class Distillation:
     soft: float
     temperature: float = 1.0
     divergence: Soft = "kl"
+
+    def __post_init__(self) -> None:
+        """Refuse numbers with which there is nothing to learn."""
+        if not (0 <= self.hard < math.inf and 0 <= self.soft < math.inf and self.hard + self.soft > 0):
+            raise ValueError(
+                f"hard is {self.hard} and soft is {self.soft}; accepted are finite weights that are not negative, and "
+                "not both 0"
+            )
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; accepted is a finite number above 0")
 
     def __call__(self, outputs: Tensor, batch: Batch) -> Tensor:
         """The loss of a batch."""

@@ -159,6 +159,20 @@ def test_distillation_is_the_tasks_loss_and_the_teachers_rows_that_count(
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"hard": -1.0, "soft": 1.0}, "hard is -1.0"),
+        ({"hard": 0.0, "soft": 0.0}, "not both 0"),
+        ({"hard": 1.0, "soft": float("nan")}, "soft is nan"),
+        ({"hard": 1.0, "soft": 1.0, "temperature": 0.0}, "temperature is 0.0"),
+    ],
+)
+def test_weights_with_which_there_is_nothing_to_learn_are_refused(numbers: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Distillation(Classification(), torch.zeros(4, 3), **numbers)
+
+
 def test_persfl_distils_tokens() -> None:
     dataset = _tokens(60)
     partition = PARTITIONERS["iid"](dataset, 2, generator=torch.Generator().manual_seed(0), validation=0.2)
