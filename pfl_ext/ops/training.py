@@ -339,9 +339,10 @@ def train_steps_(
     """
     buffers = momentum_buffers or []
     x, numbers = _arguments(x, targets, layers, params=params, anchors=anchors or [], momentum_buffers=buffers)
-    if not isinstance(teacher, Tensor | None):
-        raise TypeError(f"teacher is {describe(teacher)}; a tensor or None is accepted")
-    teacher = None if teacher is None else teacher.contiguous()
+    if teacher is not None:
+        if not isinstance(teacher, Tensor):
+            raise TypeError(f"teacher is {describe(teacher)}; a tensor is accepted")
+        teacher = teacher.contiguous()
     one_of("soft", soft, ("kl", "ce"))
     objective = (teacher, temperature, soft_scale, hard_scale, soft == "ce")
     arguments = (numbers, batch_size, lr, lam, momentum, weight_decay, first, *objective)
