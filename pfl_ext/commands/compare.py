@@ -44,6 +44,8 @@ def parse(arguments: Sequence[str]) -> Request:
     with explained(what.words.tables):
         experiments = tuple(what.comparison.experiments())
     output = output_of(what.words, f"compare-{data_name(experiments[0][1])}")
+    for note in what.notes:
+        print(note, file=sys.stderr)
     return Request(experiments, what.comparison.config(what.look), output, what.look)
 
 

@@ -29,6 +29,8 @@ class Compared:
     comparison: Comparison
     vary: Mapping[str, Sequence[Any]]
     look: Look
+    notes: Sequence[str]
+    """What the command line does not override."""
 
 
 def compared(command: str, arguments: Sequence[str], description: str) -> Compared:
@@ -51,7 +53,7 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
     if not methods:
         raise UsageError(f"name the methods to compare; known are {', '.join(METHODS)}")
     sections = words.over(configuration.sections)
-    _say_what_is_not_overridden(words.tables, configuration.sections, methods)
+    notes = _not_overridden(words.tables, configuration.sections, methods)
     _set_own(sections, rest["set"], methods)
     for label in methods:
         name = method_of(label, sections)
@@ -64,6 +66,7 @@ def compared(command: str, arguments: Sequence[str], description: str) -> Compar
         Comparison(sections, tuple(methods), seeds),
         {**configuration.sweep, **_varied(rest.get("vary", ()))},
         look_of(words, configuration),
+        notes,
     )
 
 
@@ -127,20 +130,21 @@ def _set_own(sections: dict[str, dict[str, Any]], settings: Sequence[str], metho
         own[method] = {**own.get(method, {}), name: value}
 
 
-def _say_what_is_not_overridden(
+def _not_overridden(
     words: Mapping[str, Mapping[str, Any]], sections: Mapping[str, Mapping[str, Any]], methods: Sequence[str]
-) -> None:
-    """Note the options of the command line that do not reach methods, as these have values of their own in the file."""
+) -> list[str]:
+    """Options of the command line that do not reach methods, as these have values of their own in the file."""
+    notes = []
     for section, table in words.items():
         for option, value in table.items():
             own = {label: sections.get(section, {}).get(label) for label in methods}
             kept = [f"{label} {t[option]}" for label, t in own.items() if isinstance(t, Mapping) and option in t]
             if kept:
-                print(
+                notes.append(
                     f"note: {option} is {value} but for those with a value in a table of their own, [{section}.NAME] "
-                    f"of the configuration: {', '.join(kept)}",
-                    file=sys.stderr,
+                    f"of the configuration: {', '.join(kept)}"
                 )
+    return notes
 
 
 def _varied(settings: Sequence[str]) -> dict[str, list[str]]:

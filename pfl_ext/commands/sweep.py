@@ -49,6 +49,8 @@ def parse(arguments: Sequence[str]) -> Request:
     with explained(what.words.tables):
         found = _fresh(points(what.comparison, what.vary))
     output = output_of(what.words, f"sweep-{data_name(found[-1][1][0][1])}")
+    for note in what.notes:
+        print(note, file=sys.stderr)
     return Request(found, what.comparison.config(what.look, what.vary), output, what.look)
 
 
