@@ -216,6 +216,7 @@ class Runs:
         comparison = Comparison(self.configuration.sections, self.configuration.methods, self.configuration.seeds)
         self._points = points(comparison, self.configuration.sweep)
         self._sections: dict[tuple[int, str], Mapping[str, Mapping[str, Any]]] = {}
+        self._over: dict[Path, bool] = {}  # whether it is over; asked for each cell
         self._first: dict[str, str] = {}  # a method that has none of the options that differ is run once
         for point in self._points:
             for label in comparison.labels:
@@ -225,7 +226,8 @@ class Runs:
         """The runs of a method or variant at a point of the sweep, one a seed; those that came to their end."""
         place = self.place(method, point)
         found = [] if place is None else sorted(place.glob(f"{folder_name(method)}-seed*"), key=_seed)
-        return [ResultsFolder.open(path) for path in found if _is_over(path)]
+        self._over |= {path: _is_over(path) for path in found if path not in self._over}
+        return [ResultsFolder.open(path) for path in found if self._over[path]]
 
     def place(self, method: str, point: Mapping[str, Any]) -> Path | None:
         """The folder that they are in; None where the file makes no such runs."""

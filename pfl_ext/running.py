@@ -240,14 +240,12 @@ class Compared(Mapping[str, Run]):
         """Likewise the mean over clients and over their lowest and highest 5 % (:func:`pfl_ext.reports.tails`)."""
         return self._with_diverged(tails(self.folders, self.look.metric or ""))
 
-    def _with_diverged(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _with_diverged(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows with how many runs diverged, if any did, and with those of methods all of whose runs did."""
         if not any(self.diverged.values()):
-            return [dict(row) for row in rows]
-        found = {str(row["method"]): row for row in rows}
-        return [
-            {"method": label, "diverged": len(self.diverged[label])} | {**found.get(label, {})} for label in self.runs
-        ]
+            return rows
+        found = {row["method"]: row for row in rows}
+        return [{"method": label, "diverged": len(self.diverged[label]), **found.get(label, {})} for label in self.runs]
 
     def __str__(self) -> str:
         """The comparison as a table for the terminal."""

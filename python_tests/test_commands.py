@@ -235,7 +235,7 @@ def test_a_mean_is_over_the_seeds_that_did_not_diverge(tmp_path: Path) -> None:
     alone = pfl_ext.compare([Hot], seeds=[0, 2], output=tmp_path / "alone", **options)
     assert found.rows()[0]["global: local test"] == alone.rows()[0]["global: local test"]
     with pytest.raises(KeyError, match="all runs of hot diverged"):
-        pfl_ext.compare([Hot], seeds=[1], output=tmp_path / "none", **options)["hot"]
+        pfl_ext.compare([Hot], seeds=[1], output=tmp_path / "none", **options | {"plots": True})["hot"]
 
 
 def test_what_the_command_line_does_not_override_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,8 +75,8 @@ void exchange(int64_t item, int64_t samples, int64_t places, int64_t channels, c
   item == 4 ? move(float{}) : move(double{});
 }
 
-// The mean over samples of hard_scale CE + soft_scale KL(teacher || student), both of the latter at a temperature, or
-// their cross-entropy in place of the divergence. The teacher is read where soft_scale is not 0.
+// The mean over samples of hard_scale CE(target, student) + soft_scale D(teacher, student). D is the KL divergence or
+// the cross-entropy of the softmax of logits divided by the temperature; the teacher is read where soft_scale is not 0.
 struct Objective {
   double temperature = 1.0, soft_scale = 0.0, hard_scale = 1.0;
   bool cross_entropy = false;
@@ -149,7 +149,7 @@ class LocalSteps {
     if (has_buffers_) roles.push_back({"momentum_buffers", buffers, true});
     if (batch_size < 0) glue::fail(op, ": batch_size is ", batch_size, "; 1 and more are accepted, 0: all samples");
     read(roles, params, x, targets, kinds);
-    read_teacher(teacher);
+    read_objective(teacher);
     batch_size_ = batch_size == 0 ? samples_ : std::min(batch_size, samples_);
   }
 
@@ -299,7 +299,7 @@ class LocalSteps {
     }
   }
 
-  void read_teacher(const std::optional<Tensor>& teacher) {
+  void read_objective(const std::optional<Tensor>& teacher) {
     const Objective& o = objective_;
     if (!std::isfinite(o.soft_scale) || !std::isfinite(o.hard_scale)) {
       glue::fail(op_, ": the scales of the soft and the hard term are ", o.soft_scale, " and ", o.hard_scale,

@@ -157,8 +157,9 @@ class PersFL(Method):
         soft_labels, _ = client.outputs(client.train)
         # Native steps are faster than a batch of models; and of more than matrix products a batch gains nothing: with a
         # kernel each, convolutions are slow on a CPU.
-        slow = self.grid == "auto" and not Steps(client, self).native
-        batched = self.grid == "batched" or (slow and _only_linear(client.model.module))
+        batched = self.grid == "batched"
+        if self.grid == "auto":
+            batched = _only_linear(client.model.module) and not Steps(client, self).native
         batched = batched and client.task == Classification()
         students = self._grid_at_once(client, soft_labels) if batched else self._one_by_one(client, soft_labels)
         best, metric = math.nan, client.task.metric
@@ -177,14 +178,8 @@ class PersFL(Method):
     def _one_by_one(self, client: Client, teacher_logits: Tensor) -> list[Tensor]:
         students = []
         for temperature, lam in self.points():
-            loss = Distillation(
-                client.task,
-                teacher_logits,
-                1 - lam,
-                lam * self._share(teacher_logits),
-                temperature,
-                cast(Soft, self.soft),
-            )
+            soft = lam * self._share(teacher_logits)
+            loss = Distillation(client.task, teacher_logits, 1 - lam, soft, temperature, cast(Soft, self.soft))
             client.model.load(client["teacher"])
             steps = Steps(client, self, lr=self.distill_lr or None)
             steps.train(loss, epochs=self.distill_epochs, batches="distillation")

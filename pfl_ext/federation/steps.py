@@ -116,7 +116,7 @@ class Steps:
         )
         self._perturb, self._expected = perturb, expected
         self._row = self._native_row()
-        self._whole = self._row if self._are_plain() else None
+        self._whole = self._row if self._is_plain_sgd() else None
         self._backup: Tensor | None = None
         self._scheduled = method.lr_steps != "constant" or method.lr_warmup_steps > 0
         self._of_round = self._round_factor()
@@ -212,7 +212,7 @@ class Steps:
         smooth = client.task.label_smoothing != 0
         return row if whole and not smooth and row.is_plain() and is_native(client.model.dtype) else None
 
-    def _are_plain(self) -> bool:
+    def _is_plain_sgd(self) -> bool:
         """Whether a step needs no more than the gradient and what SGD has."""
         return self._optimizer is None and self.method.clip == 0 and self._add is None and self._perturb is None
 

@@ -58,7 +58,7 @@ def test_a_run_that_ended_early_is_in_no_table(tmp_path: Path) -> None:
     both = runs.of("fedavg", {})
     assert len(both) == 2
     both[1].truncate(1)  # as a run that diverged or was killed leaves it
-    assert [folder.path for folder in runs.of("fedavg", {})] == [both[0].path]
+    assert [folder.path for folder in Runs(file, tmp_path / "out", {}).of("fedavg", {})] == [both[0].path]
 
 
 @pytest.mark.parametrize("name", ["table2", "table3", "table4a", "table4b", "table6"])
